@@ -91,11 +91,12 @@ def _t5gemma_fields(fields: ConfigFields) -> dict[str, Any]:
     return {**own, "model_type": "t5gemma", "tie_word_embeddings": is_tied}
 
 
-def _joined_fields(fields: ConfigFields) -> dict[str, Any]:
-    """Return the fields of the decoder of two joined encoders."""
-    own = fields.required_section("decoder").config
+def joined_fields(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields of a decoder that is joined to an encoder, which may have the names of BART."""
+    own = fields.required_section("decoder")
     kept = ("architectures", "encoder", "decoder", "model_type", "decoder_start_token_id")
-    return {name: value for name, value in own.items() if name not in kept}
+    found = {name: value for name, value in own.config.items() if name not in kept}
+    return found | renamed_fields(own, BART_FIELDS)
 
 
 def _max_joined_tokens(fields: ConfigFields) -> int:
@@ -141,7 +142,7 @@ _T5: Final = _Family(None, _t5_fields, _max_t5_tokens)
 _FAMILIES: Final[dict[str, _Family]] = {
     "bart": _Family(),
     "blenderbot": _Family(1, max_tokens=128),
-    "encoder-decoder": _Family(None, _joined_fields, _max_joined_tokens),
+    "encoder-decoder": _Family(None, joined_fields, _max_joined_tokens),
     "florence2": _Family(),
     "fsmt": _Family(2, _fsmt_fields, vocab_size="src_vocab_size"),
     "led": _Family(2, _led_fields, _max_led_tokens),

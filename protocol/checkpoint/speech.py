@@ -15,6 +15,7 @@ from .audio.processors import (
     canary_processor,
     cohere_processor,
     granite_processor,
+    joined_processor,
     lasr_processor,
     parakeet_processor,
     samples_processor,
@@ -32,6 +33,7 @@ from .source_text import (
     SOURCE_TEXT,
     FieldNames,
     is_t5_encoder,
+    joined_fields,
     max_source_tokens,
     renamed_fields,
     with_source_text_fields,
@@ -94,6 +96,8 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
         return fields
     if kind == SpeechKind.COHERE:
         return fields.with_defaults(**_COHERE_DEFAULTS)
+    if kind == SpeechKind.JOINED:
+        return fields.with_values(joined_fields(fields))
     if kind in SEAMLESS:
         fields = seamless_fields(fields)
     if kind == SpeechKind.CANARY:
@@ -324,6 +328,7 @@ _READERS: Final = {
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
     SpeechKind.WAV2VEC2_BERT: bert_processor,
+    SpeechKind.JOINED: joined_processor,
     SpeechKind.SEAMLESS: seamless_processor,
     SpeechKind.SEAMLESS_2: seamless_processor,
     SpeechKind.LASR_CTC: lasr_processor,

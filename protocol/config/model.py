@@ -200,6 +200,7 @@ class SpeechKind(enum.StrEnum):
     WAV2VEC2_BERT = "wav2vec2-bert"
     WAV2VEC2_CONFORMER = "wav2vec2-conformer"
     WAVLM = "wavlm"
+    JOINED = "speech-encoder-decoder"
     SEAMLESS = "seamless_m4t"
     SEAMLESS_2 = "seamless_m4t_v2"
     SEW = "sew"
@@ -247,6 +248,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         paddings: The number of zeros that each convolution adds on both sides.
         max_source_positions: The maximum number of encoder outputs.
         start_token_id: The first token of the decoder's prompt.
+        forced_token_id: The second one, if it is always the same.
         language_token_ids: Language code -> token; empty if the model has only one language.
         transcribe_token_id: The token of the task "transcribe".
         translate_token_id: The token of the task "translate", which produces English text.
@@ -278,6 +280,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     paddings: tuple[int, ...]
     max_source_positions: int
     start_token_id: int
+    forced_token_id: int = -1
     language_token_ids: dict[str, int] = {}
     transcribe_token_id: int = -1
     translate_token_id: int = -1

@@ -98,6 +98,8 @@ class DecoderPrompts:
                 self._token(text.format(language=language, target=target)) for text in audio.prompt
             ]
         prompt = self.start(options)
+        if audio.forced_token_id >= 0:
+            prompt.append(audio.forced_token_id)
         is_translated = options.task is Task.TRANSLATE
         if audio.names_text_language:
             prompt.append(audio.language_token_ids["en" if is_translated else language])

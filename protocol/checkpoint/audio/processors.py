@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from ...config.audio.conformer_layers import CtcConformerSpec
+from ...config.audio.samples import SamplesSpec
 from ...config.audio.tower import FastConformerSpec
 from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
@@ -19,6 +20,7 @@ from .token_writers import (
     GRANITE_STACKED,
     WriterSpec,
     granite_spec,
+    joined_spec,
     parakeet_spec,
     samples_spec,
     with_encoder_fields,
@@ -105,14 +107,40 @@ def samples_processor(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
     """Return the audio preprocessing of OmniASR, or of wav2vec 2.0."""
+    kind = SpeechKind(config.text("model_type"))
+    audio = _samples_processor(processor, kind, samples_spec(config))
+    return msgspec.structs.replace(audio, writes_tokens=True)
+
+
+def joined_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of a wav2vec 2.0 that is joined to a decoder of texts."""
+    audio = _samples_processor(processor, SpeechKind.JOINED, joined_spec(config))
+    decoder = config.required_section("decoder")
+
+    def token(name: str, default: int) -> int:
+        default = read_token(config, name, default, decoder)
+        return read_token(generation, name, default)
+
+    return msgspec.structs.replace(
+        audio,
+        start_token_id=token("decoder_start_token_id", token("bos_token_id", 0)),
+        forced_token_id=token("forced_bos_token_id", -1),
+    )
+
+
+def _samples_processor(
+    processor: ConfigFields, kind: SpeechKind, encoder: SamplesSpec
+) -> AudioProcessorConfig:
     processor.require("sampling_rate", 16_000, default=16_000)
-    encoder, kind = samples_spec(config), SpeechKind(config.text("model_type"))
     variance_term = 1e-5 if kind is SpeechKind.OMNIASR_CTC else 1e-7
     convolutions = [(size, stride, 0) for _, size, stride in encoder.convolutions]
+    if (last := encoder.last_convolutions) is not None:
+        convolutions += [(last.kernel_size, last.stride, last.padding)] * last.count
     return msgspec.structs.replace(
         _unpadded(kind, encoder, 1, convolutions),
         variance_term=variance_term * processor.boolean("do_normalize", True),
-        writes_tokens=True,
     )
 
 

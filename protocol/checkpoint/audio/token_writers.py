@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from ...config.audio.conformer_layers import CtcConformerSpec
+from ...config.audio.conformer_layers import Convolutions, CtcConformerSpec
 from ...config.audio.samples import SamplesSpec
 from ...config.audio.tower import ConformerSpec, FastConformerSpec
 from ...config.model import SpeechKind
@@ -157,6 +157,39 @@ def omniasr_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
     """
     found = _samples_encoder(audio, fields.text("model_type"), None)
     return msgspec.structs.replace(found, output_size=output_size)
+
+
+def joined_spec(fields: ConfigFields) -> SamplesSpec:
+    """Return the encoder of a speech encoder that is joined to a decoder of texts.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    audio = fields.required_section("encoder")
+    kind = audio.choice("model_type", tuple(sorted(WAV2VEC2)), SpeechKind.WAV2VEC2)
+    encoder = _samples_encoder(audio, kind, None)
+    names = ("hidden_size", "d_model", "n_embd")
+    decoder = fields.required_section("decoder")
+    name = next((name for name in names if decoder.get(name) is not None), names[0])
+    output_size = decoder.integer(name, maximum=MAX_POSITIONS)
+    size = audio.integer("output_hidden_size", encoder.hidden_size, maximum=MAX_POSITIONS)
+    convolutions = None
+    if audio.boolean("add_adapter", False):
+        convolutions = Convolutions(
+            count=audio.integer("num_adapter_layers", 3, maximum=64),
+            kernel_size=audio.integer("adapter_kernel_size", 3, maximum=1023),
+            stride=audio.integer("adapter_stride", 2, maximum=64),
+            padding=1,
+        )
+    if size not in (encoder.hidden_size, output_size if convolutions else encoder.hidden_size):
+        raise audio.wrong("output_hidden_size", str(encoder.hidden_size), size)
+    return msgspec.structs.replace(
+        encoder,
+        output_size=output_size,
+        last_convolutions=convolutions,
+        last_size=size,
+        has_projection=size != output_size,
+    )
 
 
 def _samples_encoder(audio: ConfigFields, kind: str, decoder: CtcSpec | None) -> SamplesSpec:

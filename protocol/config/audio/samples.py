@@ -7,7 +7,7 @@ import msgspec
 
 from ..token_decoders import CtcSpec
 from .bases import LayeredSpec, UnpaddedSpec
-from .conformer_layers import ConformerLayers
+from .conformer_layers import ConformerLayers, Convolutions
 
 
 class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
@@ -38,8 +38,8 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     If `num_buckets` is not 0, scores have biases of so many ranges of distances up to `max_distance`, which depend on
     the query (WavLM, arXiv 2110.13900). Layers read the means of `squeezed_rows` rows, and a matrix makes as many of
     each output (SEW, arXiv 2109.06870). A `conformer` replaces positions and layers (wav2vec2-conformer). The
-    `decoder` turns rows into tokens; without one, a matrix makes outputs of them (OmniASR's models with a decoder of
-    texts).
+    `decoder` turns rows into tokens. Without one, gated `last_convolutions` may make fewer rows, after a matrix and a
+    norm if these have another size, and with `has_projection` a matrix makes outputs of them.
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
@@ -59,13 +59,17 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     max_distance: int = 0
     squeezed_rows: int = 1
     conformer: ConformerLayers | None = None
+    last_convolutions: Convolutions | None = None
+    last_size: int = 0
+    has_projection: bool = True
     num_mel_bins: int = 0
 
     def num_outputs(self, num_frames: int) -> int:
-        """Return the maximum number of tokens for the samples of a clip."""
+        """Return the maximum number of tokens or outputs for the samples of a clip."""
         for _, kernel_size, stride in self.convolutions:
             num_frames = max(0, (num_frames - kernel_size) // stride + 1)
-        return num_frames
+        last = self.last_convolutions
+        return num_frames if last is None else last.num_rows(num_frames)
 
 
 class WaveEncoder(msgspec.Struct, frozen=True):

@@ -214,21 +214,29 @@ def test_a_speech_model_with_a_decoder_transcribes(server: Server) -> None:
     assert server.capabilities() == transcription
 
 
-@pytest.mark.parametrize("kind", ["moonshine", "moonshine_streaming", "speech_to_text"])
+@pytest.mark.parametrize(
+    "kind", ["moonshine", "moonshine_streaming", "speech_to_text", "wav2vec2-mbart", "sew-bert"]
+)
 def test_output_is_limited_by_the_length_of_the_audio_or_the_context(
     tmp_path: Path, kind: str
 ) -> None:
     path, model = moonshine_directory(tmp_path, kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     samples, file = clip(3, 2.5)
-    start = model.config.decoder_start_token_id
+    prompt = [model.config.decoder_start_token_id]
     inputs, count = torch.from_numpy(samples)[None], int(6.5 * 2.5)
     if kind == "speech_to_text":
         extractor = transformers.Speech2TextFeatureExtractor(feature_size=16, num_mel_bins=16)
         inputs = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_features
         count = 15
-    tokens = greedy(model, inputs, [start], count)
-    with Server(str(path), *FLAGS) as server:
+    elif model.config.model_type == "speech-encoder-decoder":
+        extractor = transformers.Wav2Vec2FeatureExtractor()
+        inputs = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_values
+        prompt.append(model.generation_config.forced_bos_token_id)
+        count = 15
+    tokens = greedy(model, inputs, prompt, count)
+    flags = ("-tp", "2", "--inject-preemption", "0.1")
+    with Server(str(path), *FLAGS, *flags) as server:
         create = client(server).transcriptions.create
         # Texts of streams are not decoded again.
         events = list(create(model="tiny", file=file, stream=True))

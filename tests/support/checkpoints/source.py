@@ -37,7 +37,9 @@ def source_directory(
     name, sizes = MODELS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**sizes, **(changes or {})})
-    suffix = {"Marian": "MTModel", "EncoderDecoder": "Model"}.get(name, "ForConditionalGeneration")
+    suffix = {"Marian": "MTModel", "EncoderDecoder": "Model", "SpeechEncoderDecoder": "Model"}.get(
+        name, "ForConditionalGeneration"
+    )
     model_class = getattr(transformers, f"{name}{suffix}")
     model = model_class._from_config(config, attn_implementation="eager").eval()
     if kind == "flan-t5":
@@ -96,6 +98,11 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         features = rng.standard_normal((config.num_mel_bins, frames)).astype(np.float32)
         payload: Any = AudioPayload(config.num_mel_bins, frames, features.tobytes())
         size = config.max_source_positions
+    elif config.model_type == "speech-encoder-decoder":
+        features = rng.standard_normal(8 * length or 3000).astype(np.float32)
+        payload = AudioPayload(0, len(features), features.tobytes())
+        with torch.inference_mode():
+            size = model.encoder(torch.from_numpy(features)[None])[0].shape[1]
     elif config.model_type == "moonshine":
         features = rng.standard_normal(length or 3000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
@@ -298,12 +305,20 @@ def conformer_directory(directory: Path, kind: str) -> tuple[Path, Any]:
 
 def moonshine_directory(directory: Path, kind: str = "moonshine") -> tuple[Path, Any]:
     """Write a Moonshine with a tokenizer. Return its directory and transformers' model."""
-    ids = write_letters(directory, ("<s>", "</s>"), "</s>")
+    is_joined = MODELS[kind][0] == "SpeechEncoderDecoder"
+    marks = ("<s>", "</s>", *["de_DE"] * is_joined)
+    ids = write_letters(directory, marks, "</s>")
     special = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
-    changes = {"vocab_size": len(_LETTERS) + 2, "decoder_start_token_id": ids["<s>"]}
+    changes: dict[str, Any] = {"vocab_size": 1 + max(ids.values())}
+    changes["decoder_start_token_id"] = ids["<s>"]
+    if is_joined:
+        decoder = MODELS[kind][1]["decoder"] | {"max_position_embeddings": 17}
+        changes["decoder"] = decoder | changes | special
     if kind == "speech_to_text":
         changes |= {"max_target_positions": 16, "tie_word_embeddings": False}
     path, model = source_directory(directory, kind, changes | special)
+    if is_joined:
+        model.generation_config.forced_bos_token_id = ids["de_DE"]
     model.generation_config.save_pretrained(path)
     return path, model
 

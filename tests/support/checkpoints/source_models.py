@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.audio.sizes import SAMPLES
+
 VOCAB_SIZE = 97
 _BART_SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -19,6 +21,7 @@ _BART_SIZES = {
     "eos_token_id": 1,
     "decoder_start_token_id": 3,
 }
+_WIDER = {"output_hidden_size": 48, "num_adapter_layers": 2}
 _T5_SIZES = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 48,
@@ -45,6 +48,16 @@ _GEMMA_SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+
+
+def _joined_speech(encoder: dict[str, Any], decoder: str) -> dict[str, Any]:
+    """Return the sections of an encoder of speech and a decoder of this kind."""
+    if decoder.endswith("bart"):
+        own = _BART_SIZES | {"model_type": decoder, "max_position_embeddings": 128}
+        own |= {"scale_embedding": True, "is_decoder": True, "encoder_layers": 3}
+    else:
+        own = _joined(decoder, decoder)["decoder"]
+    return {"encoder": SAMPLES | encoder, "decoder": own, "decoder_start_token_id": 3}
 
 
 def _joined(encoder: str, decoder: str) -> dict[str, Any]:
@@ -218,6 +231,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert2bert": ("EncoderDecoder", _joined("bert", "bert")),
     "roberta2generation": ("EncoderDecoder", _joined("roberta", "bert-generation")),
     "xlmr2roberta": ("EncoderDecoder", _joined("xlm-roberta", "roberta")),
+    "wav2vec2-mbart": (
+        "SpeechEncoderDecoder",
+        _joined_speech({"model_type": "wav2vec2", **_WIDER, "add_adapter": True}, "mbart"),
+    ),
+    "hubert-bart": (
+        "SpeechEncoderDecoder",
+        _joined_speech({"model_type": "hubert", "do_stable_layer_norm": True}, "bart"),
+    ),
+    "sew-bert": (
+        "SpeechEncoderDecoder",
+        _joined_speech({"model_type": "sew", "hidden_size": 48}, "bert"),
+    ),
     "mt5": ("MT5", _T5_SIZES),
     "umt5": ("UMT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
@@ -236,5 +261,5 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SPEECH = (
     *("whisper", "untied-whisper", "speech_to_text", "moonshine", "moonshine_streaming"),
-    *("cohere_asr", "canary"),
+    *("cohere_asr", "canary", "wav2vec2-mbart", "hubert-bart", "sew-bert"),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.checkpoint.audio.ctc_conformers import CONFORMER_NAMES
+from ....protocol.config.audio.conformer_layers import Convolutions
 from ....protocol.config.audio.samples import SamplesSpec
 from ...layers.distance_buckets import distance_buckets
 from ..image_tower import TowerSource
@@ -25,15 +26,17 @@ _CONV_NORM_EPS = 1e-5
 _NAMES = (
     (r"^model\.", ""),
     # The names of SEW.
-    (r"^sew\.layer_norm\.", "audio_tower.subsampling.layer_norm."),
-    (r"^sew\.feature_projection\.", "audio_tower.subsampling.projection."),
-    # The names of transformers' Wav2Vec2ForCTC, whose model has the name of its kind.
+    (r"^(sew|encoder)\.layer_norm\.", "audio_tower.subsampling.layer_norm."),
+    (r"^\w+\.feature_projection\.(weight|bias)$", r"audio_tower.subsampling.projection.\1"),
+    # The names of transformers' Wav2Vec2ForCTC, whose model has the name of its kind, or of "encoder" beside a decoder.
     (r"^\w+\.feature_extractor\.", "audio_tower.subsampling."),
     (r"^\w+\.feature_projection\.", "audio_tower.subsampling."),
     (r"^\w+\.encoder\.pos_conv_embed\.", "audio_tower.encode_positions."),
     (r"^\w+\.encoder\.", "audio_tower."),
     (r"\.parametrizations\.weight\.original0$", ".weight_g"),
     (r"\.parametrizations\.weight\.original1$", ".weight_v"),
+    (r"^\w+\.adapter\.", "adapter."),
+    (r"^enc_to_dec_proj\.", "multi_modal_projector."),
     (r"^lm_head\.", "ctc_head."),
 )
 _MARKER = "audio_tower.subsampling.projection.weight"
@@ -62,7 +65,7 @@ class SamplesEncoder:
         self._input = tensors.read_linear(f"{name}.projection", size, inputs)
         self._decoder: Callable[[Tensor], Tensor]
         if spec.decoder is None:
-            self._decoder = tensors.read_linear("multi_modal_projector", spec.output_size, size)
+            self._decoder = _Outputs(spec, tensors)
         else:
             self._decoder = read_token_decoder(spec.decoder, size, tensors, source.checkpoint)
         self._conformer: ConformerStack | None = None
@@ -142,6 +145,46 @@ class SamplesEncoder:
                 x_DP = F.layer_norm(x_DP.T, x_DP.shape[:1]).T
             x_DP = self._activation(x_DP)
         return (means_DP + x_DP).T
+
+
+class _Outputs:
+    """The gated convolutions after the layers, and the matrix that makes outputs of rows."""
+
+    def __init__(self, spec: SamplesSpec, tensors: VisionWeights) -> None:
+        size, convolutions = spec.hidden_size, spec.last_convolutions
+        self._steps: list[Callable[[Tensor], Tensor]] = []
+        if convolutions is not None:
+            if spec.last_size != size:
+                self._steps.append(tensors.read_linear("adapter.proj", spec.last_size, size))
+                norm = tensors.read_layer_norm(
+                    "adapter.proj_layer_norm", spec.last_size, _CONV_NORM_EPS
+                )
+                self._steps.append(norm)
+            size = spec.last_size
+            for index in range(convolutions.count):
+                self._steps.append(_Gated(convolutions, tensors, f"adapter.layers.{index}", size))
+        if spec.has_projection:
+            self._steps.append(tensors.read_linear("multi_modal_projector", spec.output_size, size))
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        """Return the outputs [P, O]."""
+        for step in self._steps:
+            x_PD = step(x_PD)
+        return x_PD
+
+
+class _Gated:
+    """A gated convolution over rows."""
+
+    def __init__(self, spec: Convolutions, tensors: VisionWeights, prefix: str, size: int) -> None:
+        self._stride, self._padding = spec.stride, spec.padding
+        self._weight = tensors.read(f"{prefix}.conv.weight", 2 * size, size, spec.kernel_size)
+        self._bias = tensors.read(f"{prefix}.conv.bias", 2 * size)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        """Return fewer rows [P, D]."""
+        x_DP = F.conv1d(x_PD.T[None], self._weight, self._bias, self._stride, self._padding)[0]
+        return F.glu(x_DP, 0).T
 
 
 class _Convolution:

@@ -61,6 +61,13 @@ _BART_ENCODER_NAMES: Final = (
     (r"^(model\.)?encoder\.", ""),
     *BART_LAYER_NAMES,
 )
+CAUSAL_NAMES: Final = (
+    (r"^decoder\.lm_head\.", "lm_head."),
+    (r"^decoder\.model\.decoder\.", ""),
+    *BART_LAYER_NAMES,
+)
+"""The names of tensors of a decoder that is stored as `decoder`, beside an encoder of another family."""
+
 _BLIP_NAMES: Final = (
     (r"^text_decoder\.cls\.predictions\.decoder\..*", ""),
     (r"^text_decoder\.cls\.predictions\.bias$", "lm_head.bias"),
@@ -86,7 +93,7 @@ _BESIDE_IMAGES: Final = (
 )
 PRE_NORMS: Final = NormNames("attention_norm", None, "mlp_norm", None, "cross_norm", None)
 _POST_NORMS: Final = NormNames(None, "attention_norm", None, "mlp_norm", None, "cross_norm")
-_POST_NORMED: Final[dict[str, Any]] = {
+POST_NORMED: Final[dict[str, Any]] = {
     "norms": _POST_NORMS,
     "norms_stream": True,
     "has_final_norm": False,
@@ -190,12 +197,12 @@ def _bart_model(
 
 
 def _bart(fields: ConfigFields) -> ModelSpec:
-    return _bart_model(fields, **_POST_NORMED)
+    return _bart_model(fields, **POST_NORMED)
 
 
 def _florence2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of the text part of Florence-2 (arXiv 2311.06242): a BART with names of its own."""
-    spec = _bart_model(fields, has_head_bias=False, **_POST_NORMED)
+    spec = _bart_model(fields, has_head_bias=False, **POST_NORMED)
     assert spec.source is not None and spec.source.encoder is not None
     encoder, source = spec.source.encoder, spec.source
     encoder = replace(encoder, tensor_names=(*_BESIDE_IMAGES, *encoder.tensor_names))
@@ -235,7 +242,7 @@ def _trocr(fields: ConfigFields) -> ModelSpec:
             (r"^decoder\.model\.", ""),
             *_BART_DECODER_NAMES,
         ),
-        **_POST_NORMED,
+        **POST_NORMED,
     )
 
 
@@ -249,13 +256,13 @@ def _blip(fields: ConfigFields) -> ModelSpec:
         head_dense_bias=True,
         head_bias=True,
         tensor_names=_BLIP_NAMES,
-        **_POST_NORMED,
+        **POST_NORMED,
     )
 
 
 def _led(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an LED (arXiv 2004.05150): a BART with windows in its encoder, beside the first token."""
-    spec = _bart_model(fields, position_offset=0, **_POST_NORMED)
+    spec = _bart_model(fields, position_offset=0, **POST_NORMED)
     assert spec.source is not None and spec.source.encoder is not None
     source, encoder = spec.source, spec.source.encoder
     sizes = fields.get("attention_window", 512)
@@ -299,7 +306,7 @@ def _blenderbot(fields: ConfigFields) -> ModelSpec:
 
 def _marian(fields: ConfigFields) -> ModelSpec:
     return _bart_model(
-        fields, sinusoids="by size", position_offset=0, has_embedding_norm=False, **_POST_NORMED
+        fields, sinusoids="by size", position_offset=0, has_embedding_norm=False, **POST_NORMED
     )
 
 
@@ -342,7 +349,7 @@ def _pegasus_x(fields: ConfigFields) -> ModelSpec:
 def _fsmt(fields: ConfigFields) -> ModelSpec:
     """Return the spec of FAIR's models of WMT19 (arXiv 1907.06616): an M2M100 with norms after its blocks."""
     # The output projection is the decoder's embedding unless the checkpoint has another one.
-    spec = m2m100(fields.with_values({"tie_word_embeddings": True}), **_POST_NORMED)
+    spec = m2m100(fields.with_values({"tie_word_embeddings": True}), **POST_NORMED)
     head = (r"^model\.decoder\.output_projection\.", "lm_head.")
     return replace(spec, tensor_names=(head, *spec.tensor_names))
 

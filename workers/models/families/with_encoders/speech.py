@@ -257,10 +257,10 @@ def _moonshine_streaming(fields: ConfigFields) -> ModelSpec:
             *_MOONSHINE_DECODER_NAMES,
         ),
     )
-    return _with_tower(fields, spec, streaming_spec(fields))
+    return with_tower(fields, spec, streaming_spec(fields))
 
 
-def _with_tower(fields: ConfigFields, spec: ModelSpec, tower: AnyAudioSpec) -> ModelSpec:
+def with_tower(fields: ConfigFields, spec: ModelSpec, tower: AnyAudioSpec) -> ModelSpec:
     """Return a decoder whose layers attend to the outputs of an audio tower."""
     return replace(
         spec,
@@ -271,12 +271,12 @@ def _with_tower(fields: ConfigFields, spec: ModelSpec, tower: AnyAudioSpec) -> M
 
 
 def _cohere_asr(fields: ConfigFields) -> ModelSpec:
-    return _with_tower(fields, _bart_decoder(fields), fast_conformer_spec(fields))
+    return with_tower(fields, _bart_decoder(fields), fast_conformer_spec(fields))
 
 
 def _canary(fields: ConfigFields) -> ModelSpec:
     spec = replace(_bart_decoder(fields), sinusoids="by size, scaled")
-    return _with_tower(fields, spec, canary_encoder_spec(fields))
+    return with_tower(fields, spec, canary_encoder_spec(fields))
 
 
 def _seamless(fields: ConfigFields) -> ModelSpec:
@@ -292,7 +292,7 @@ def _seamless(fields: ConfigFields) -> ModelSpec:
         sinusoids="by last",
         tensor_names=_SEAMLESS_NAMES,
     )
-    return _with_tower(fields, spec, seamless_spec(fields))
+    return with_tower(fields, spec, seamless_spec(fields))
 
 
 def _bart_decoder(fields: ConfigFields) -> ModelSpec:

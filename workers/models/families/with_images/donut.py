@@ -5,14 +5,12 @@ from __future__ import annotations
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....layers.spec import ModelSpec
 from ..common import Family
-from ..with_encoders.encoder_decoders import BART_LAYER_NAMES, bart_spec
+from ..with_encoders.encoder_decoders import CAUSAL_NAMES, bart_spec
 
 _NAMES = (
-    (r"^decoder\.lm_head\.", "lm_head."),
-    (r"^decoder\.model\.decoder\.", ""),
     # The names of PP-FormulaNet.
     (r"^model\.decoder\.", ""),
-    *BART_LAYER_NAMES,
+    *CAUSAL_NAMES,
 )
 
 
