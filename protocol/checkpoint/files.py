@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .config_fields import ConfigFields
 from .field_names import text_section, with_known_names
 from .mistral_config.convert import convert_params
+from .pooling.decisions import DECISIONS, decision_fields
 
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _MAX_HEADER_BYTES: Final = 100_000_000
@@ -56,7 +57,7 @@ def read_model_config(directory: Path) -> ConfigFields:
     if is_in_mistral_format(directory):
         return convert_params(ConfigFields.read(directory / _PARAMS))
     fields = with_known_names(ConfigFields.read(directory / _CONFIG))
-    values: dict[str, Any] = {}
+    values = decision_fields(fields, ConfigFields.read_if_present(directory / DECISIONS))
     if quantization := _find_quantization(fields, directory):
         values["quantization_config"] = quantization
     if (file := find_language_adapter(directory, fields)) is not None:
@@ -140,7 +141,7 @@ def find_safetensors(directory: Path) -> list[Path]:
 def find_weight_files(path: Path) -> list[Path]:
     """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
-        others = (_CONFIG, _PARAMS, *_QUANTIZATION_FILES)
+        others = (_CONFIG, _PARAMS, DECISIONS, *_QUANTIZATION_FILES)
         found = [file for name in others if (file := path / name).is_file()]
         return sorted([*found, *_list_safetensors(path)])
     if split := _SPLIT_GGUF.fullmatch(path.name):

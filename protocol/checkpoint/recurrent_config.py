@@ -53,11 +53,12 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    if fields.get("is_causal") is False:
+    read = _READERS.get(fields.text("model_type", ""))
+    layer = None if read is None else read(fields)
+    if isinstance(layer, ShortConvolution) and fields.get("is_causal") is False:
         # An encoder reads a text as a whole, so its convolutions have no state.
         return None
-    read = _READERS.get(fields.text("model_type", ""))
-    return None if read is None else read(fields)
+    return layer
 
 
 def _read_short_convolution(fields: ConfigFields) -> ShortConvolution:

@@ -18,6 +18,7 @@ from ...protocol.checkpoint.files import (
     is_in_mistral_format,
     read_model_config,
 )
+from ...protocol.checkpoint.pooling.decisions import find_readout
 from ...protocol.errors import CheckpointError
 from .checkpoint import Checkpoint, Floats, part_of
 from .quantization.matrix import QuantizedMatrix
@@ -168,8 +169,10 @@ class HFCheckpoint(Checkpoint):
                     self._stored |= _tensors_of(shard, name, stacking)
             if is_mistral:
                 self._stored |= mistral_tensors(shard, config)
-        if (adapter := find_language_adapter(path, config)) is not None:
-            shard = SafetensorsFile(adapter)
+        for own in (find_language_adapter(path, config), find_readout(path, config)):
+            if own is None:
+                continue
+            shard = SafetensorsFile(own)
             self._stored |= {name: StoredTensor(shard, name) for name in shard.names}
         for name, parts in of_ranks.items():
             dim = 1 if _DIVIDED_COLUMNS.fullmatch(name) else 0

@@ -120,7 +120,11 @@ PROJECTION: Final = "embedding_projection"
 
 _GEMMA2_PROJECTION: Final = "language_model.embedding_projection"
 
-_CLASSIFIER_POOLINGS: Final = {"mean": PoolingKind.MEAN, LATE: PoolingKind.HEAD}
+_CLASSIFIER_POOLINGS: Final = {
+    "last": PoolingKind.LAST,
+    "mean": PoolingKind.MEAN,
+    LATE: PoolingKind.HEAD,
+}
 
 _LINEAR: Final = "linear"
 _MASK: Final = "MultiVectorMask"

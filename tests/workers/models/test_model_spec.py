@@ -438,3 +438,18 @@ def test_frontends_accept_only_tokens_that_the_model_can_write(field: str) -> No
     fields = ConfigFields({"vocab_size": 120, field: 97}, "config.json")
     found = with_common_names(fields)
     assert (found.get("vocab_size"), found.get("num_unused_embeddings")) == (97, 23)
+
+
+@pytest.mark.parametrize("start", ["Transformers", "TransformersMoE", "TransformersMultiModal"])
+def test_names_that_vllm_gives_to_all_models_mean_the_family_of_the_type(start):
+    """They say what the model is for, as the names of families do."""
+    for end, own in (
+        ("ForCausalLM", "LlamaForCausalLM"),
+        ("EmbeddingModel", "LlamaModel"),
+        ("ForSequenceClassification", "LlamaForSequenceClassification"),
+    ):
+        found, expected = (
+            model_spec(LLAMA | {"architectures": [name]}, "config.json")
+            for name in (f"{start}{end}", own)
+        )
+        assert found == expected

@@ -73,6 +73,11 @@ MODELS = {
     "EuroBertForSequenceClassification": ({"num_key_value_heads": 2}, slice(None)),
     "ModernBertDecoderForSequenceClassification": ({"classifier_bias": True}, -1),
     "LlamaForSequenceClassification": ({"num_labels": 1}, -1),
+    "JambaForSequenceClassification": (
+        {"num_key_value_heads": 2, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"mamba_d_state": 4, "use_mamba_kernels": False},
+        -1,
+    ),
     "Qwen2ForSequenceClassification": ({"num_key_value_heads": 2}, -1),
     "Qwen3ForSequenceClassification": ({"head_dim": 8, "num_key_value_heads": 2}, -1),
     "BertForTokenClassification": ({}, slice(None)),

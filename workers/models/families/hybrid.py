@@ -241,7 +241,8 @@ def _qwen3_5(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _qwen3_5_vl(fields: ConfigFields) -> ModelSpec:
+def qwen3_5_vl(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of a Qwen3.5 that reads images."""
     return _qwen3_5(interleaved_axes(fields, QWEN3_5_AXES))
 
 
@@ -484,10 +485,10 @@ FAMILIES = (
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     Family("NemotronHPuzzleForCausalLM", "nemotron_h_puzzle", _nemotron_h_puzzle),
     Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
-    Family("ColQwen3_5", "qwen3_5", _qwen3_5_vl),
+    Family("ColQwen3_5", "qwen3_5", qwen3_5_vl),
     Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),
-    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5_vl),
-    Family("MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7", _qwen3_5_vl),
+    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5_vl),
+    Family("MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7", qwen3_5_vl),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
     Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_vl_moe),

@@ -81,6 +81,7 @@ _MODULES: Final = (
     "with_other_names.differential",
     "with_other_names.plamo",
     "with_other_names.step",
+    "with_states.decisions",
     "with_states.gigachat",
     "with_states.jet_nemotron",
     "with_states.minicpm_sala",
@@ -101,6 +102,9 @@ _SAME_FAMILY = {
 
 _WITHOUT_CLASS = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe"}
 """Model types that transformers computes with the class of another family, which it saves as the architecture."""
+
+_OF_ANY_TYPE = re.compile(r"Transformers(MultiModal)?(MoE)?(Embedding|For)")
+"""The beginning of architectures that vLLM gives to models of every type, which it computes with transformers' code."""
 
 _CLASSES_OF_TEXT = {
     **{
@@ -443,6 +447,7 @@ def _family(fields: ConfigFields) -> Family:
         kind = _DECODERS.get(fields.text("model_type", ""), "llama")
         fields = text.with_defaults(model_type=kind)
         architectures = [_CLASSES_OF_TEXT[x] for x in architectures if x in _CLASSES_OF_TEXT]
+    architectures = [name for name in architectures if not _OF_ANY_TYPE.match(name)]
     if fields.text("model_type", "") in _WITHOUT_CLASS:
         # A checkpoint saved by transformers has this family's tensors, but the other family's architecture.
         architectures = [name for name in architectures if not name.endswith("ForCausalLM")]
