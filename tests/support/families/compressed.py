@@ -53,7 +53,11 @@ WITH_ENTRIES = {
             "sliding_window": 3,
             "scoring_func": "sigmoid",
             "swiglu_limit": 10.0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            # In sections, YaRN may change the scores.
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+                "compress": LONG | {"partial_rotary_factor": 0.25},
+            },
         },
     ),
 }

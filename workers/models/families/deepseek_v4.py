@@ -342,7 +342,8 @@ def _hashed_layers(fields: ConfigFields) -> list[bool]:
 def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Return the rotary embeddings of layers without entries, and of layers with entries.
 
-    Only those of layers with entries are extended to longer contexts, and YaRN does not change their scores.
+    Without sections, only those of layers with entries are extended to longer contexts, and YaRN does not change their
+    scores.
     """
     nested = fields.section("rope_parameters")
     scaling = fields.first_section("rope_scaling", "rope_parameters").config
@@ -351,7 +352,9 @@ def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
         main = dict(nested.required_section("main").config)
         scaling = nested.required_section("compress").config
     else:
-        scaling = {k: v for k, v in scaling.items() if k != "rope_theta"}
+        scaling = {"attention_factor": 1.0} | {
+            k: v for k, v in scaling.items() if k != "rope_theta"
+        }
     # Transformers reads this field only outside of sections, and divides all rotary parameters into sections.
     main, scaling = ({k: v for k, v in each.items() if k != "truncate"} for each in (main, scaling))
     theta = fields.positive("rope_theta", 10_000.0, above=1)
@@ -365,12 +368,10 @@ def _ropes(fields: ConfigFields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
         raise fields.error(
             "only the rope types default and yarn are supported for DeepSeek-V4; use a model with one of them"
         )
-    if isinstance(of_entries.scaling, YarnScaling) and "attention_factor" not in scaling:
-        unscaled = replace(of_entries.scaling, attention_factor=1.0)
-        of_entries = replace(of_entries, scaling=unscaled)
-    return read_rope(
+    of_main = read_rope(
         base.with_values({"rope_parameters": main or None}), rotary_dim, theta=theta
-    ), (of_entries)
+    )
+    return of_main, of_entries
 
 
 FAMILIES = (
