@@ -268,7 +268,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_inner": 80, "multi_query": False, "scale_attn_weights": False},
     ),
     "gpt-neox-japanese": ("GPTNeoXJapanese", {"intermediate_multiple_size": 2, "rotary_pct": 0.5}),
-    "ctrl": ("CTRL", {"dff": 56}),
+    # The norms of layers have another epsilon.
+    "ctrl": ("CTRL", {"dff": 56, "layer_norm_epsilon": 0.01}),
     "diffllama": ("DiffLlama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "doge": ("Doge", {"keep_window_size": 256, "attention_bias": True}),
     "gptj": ("GPTJ", {"n_inner": 56, "rotary_dim": 4}),

@@ -194,7 +194,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_eps": 0.01,
         },
     ),
-    "rwkv4": ("Rwkv", {}),
+    # The final norm has another epsilon.
+    "rwkv4": ("Rwkv", {"layer_norm_epsilon": 0.01}),
     "recurrent-gemma": (
         "RecurrentGemma",
         {

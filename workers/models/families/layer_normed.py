@@ -319,8 +319,10 @@ def _starcoder2(fields: ConfigFields) -> ModelSpec:
 def _ctrl(fields: ConfigFields) -> ModelSpec:
     """Return the spec of CTRL (arXiv 1909.05858), whose positions are sines and cosines."""
     size = fields.integer("dff", 8192)
+    # Only the final norm has the epsilon of the config.
+    final_norm_eps = fields.positive("layer_norm_epsilon", 1e-6)
     fields = fields.with_values({"intermediate_size": size, "hidden_act": "relu"}).with_defaults(
-        rms_norm_eps=1e-6, tie_word_embeddings=True, max_position_embeddings=256
+        tie_word_embeddings=True, max_position_embeddings=256
     )
     return gpt_spec(
         fields,
@@ -328,6 +330,8 @@ def _ctrl(fields: ConfigFields) -> ModelSpec:
         num_positions=fields.integer("max_position_embeddings"),
         sinusoids="by size",
         head_bias=True,
+        norm_eps=1e-6,
+        final_norm_eps=final_norm_eps,
         tensor_names=_CTRL_NAMES,
     )
 

@@ -106,6 +106,8 @@ def _rwkv4(fields: ConfigFields) -> ModelSpec:
         norm_kind="layer",
         norm_bias=True,
         has_embedding_norm=True,
+        # The config's epsilon does not reach the final norm.
+        final_norm_eps=1e-5,
         has_gate=False,
         tensor_names=_RWKV4_NAMES,
     )
