@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive
 
 from ... import __version__
-from ...protocol.config import EngineConfig
+from ...protocol.config import ANY_MODEL, EngineConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.grammars.process import GrammarProcesses
 from ...protocol.pooling_params import PoolingKind
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 MAX_NAMED: Final = 32
 """Maximum number of model names in an error message."""
-
-ANY_MODEL: Final = "default"
-"""The name that clients of SGLang send for the model of the server, whatever it is."""
 
 
 class Serving:

@@ -328,8 +328,9 @@ def _forbidden(message: str) -> APIError:
 
 
 def _check_is_program(headers: dict[bytes, bytes]) -> None:
-    """Raise APIError 403 for a browser: any page can make it send a GET without an Origin header."""
-    if headers.get(b"user-agent", b"").startswith(b"Mozilla/"):
+    """Raise APIError 403 for a request of a browser, which any page can make send a GET without an Origin header."""
+    # They send Sec-Fetch-Site to trustworthy addresses only, which an address in a network without TLS is not.
+    if _is_of_browser(headers) or headers.get(b"user-agent", b"").startswith(b"Mozilla/"):
         raise _forbidden("Browsers may call this route only by POST")
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 import yaml
 
+from ...protocol.config import ANY_MODEL
 from ...protocol.errors import EngineError
 from ...protocol.process import send_when_parent_exits
 from ..api.logprobs import Json
@@ -240,8 +241,13 @@ class Children:
         return [child for child in self.all if child.state is State.LOADED]
 
     def find(self, name: str) -> Child | None:
-        """Return the model with a name, also in the forms NAME:latest of Ollama and NAME:ADAPTER of SGLang."""
-        return self._by_name.get(name) or self._by_name.get(name.partition(":")[0])
+        """Return the model with a name, also in the forms NAME:latest of Ollama and NAME:ADAPTER of SGLang.
+
+        The first model also has SGLang's name for any model, unless another one has it.
+        """
+        base = name.partition(":")[0]
+        found = self._by_name.get(name) or self._by_name.get(base)
+        return self.all[0] if found is None and base == ANY_MODEL else found
 
     @asynccontextmanager
     async def use(self, child: Child) -> AsyncIterator[None]:

@@ -28,6 +28,7 @@ from .store import StoreConfig
 from .weights import WeightsFiles
 
 __all__ = [
+    "ANY_MODEL",
     "CONFIG_FILE",
     "FIRST_EPOCH",
     "PROTOCOL_VERSION",
@@ -66,6 +67,9 @@ PROTOCOL_VERSION: Final = 13
 FIRST_EPOCH: Final = 1
 
 CONFIG_FILE: Final = "config.msgpack"
+
+ANY_MODEL: Final = "default"
+"""The name that clients of SGLang send for the model of the server, whatever it is."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

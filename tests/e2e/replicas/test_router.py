@@ -90,6 +90,40 @@ def test_models_take_turns(router: RouterServer) -> None:
     assert complete(client, "small") == texts[0]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1},
+        ),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": PROMPT}),
+        ("/v1/score", {"text_1": PROMPT, "text_2": PROMPT}),
+        ("/tokenize", {"prompt": PROMPT}),
+        ("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}}),
+        ("/api/generate", {"prompt": PROMPT, "options": {"num_predict": 1}, "stream": False}),
+    ],
+)
+def test_requests_for_any_model_reach_the_first_one(
+    router: RouterServer, path: str, fields: dict[str, object]
+) -> None:
+    http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+    other = {"model": "other", "prompt": PROMPT, "max_tokens": 1}
+    assert http.post("/v1/completions", json=other).status_code == 200
+    # "default" is SGLang's name for the model of the server.
+    names = ["default", "default:latest"] if path.startswith("/api/") else ["default"]
+    for named in ({}, *({"model": name} for name in names)):
+        routed = http.post(path, json=fields | named)
+        assert routed.status_code == 200, routed.text
+        running = http.get("/api/ps").json()["models"]
+        assert [each["name"] for each in running] == ["small"]
+    description = http.get("/v1/models/default").json()
+    assert description["status"]["value"] == "loaded"
+
+
 def test_objects_are_found_without_the_name_of_their_model(router: RouterServer) -> None:
     client = router.client()
     response = client.responses.create(model="other", input=PROMPT, max_output_tokens=2)

@@ -371,9 +371,14 @@ def test_clients_can_probe_the_server(frontend: FrontendProcess) -> None:
     assert frontend.http.post("/flush_cache").json() == {"success": True}
     # Trainers send GET. Any page could make a browser send it.
     assert frontend.http.get("/flush_cache").json() == {"success": True}
-    for method in ("GET", "HEAD"):
-        browser = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)"}
-        assert frontend.http.request(method, "/flush_cache", headers=browser).status_code == 403
+    for browser in (
+        {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)"},
+        {"user-agent": "Lynx/2.9", "sec-fetch-site": "cross-site"},
+        {"user-agent": "Lynx/2.9", "origin": "null"},
+    ):
+        for method in ("GET", "HEAD"):
+            answer = frontend.http.request(method, "/flush_cache", headers=browser)
+            assert answer.status_code == 403, browser
 
 
 _CALLS = 'So. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}'
