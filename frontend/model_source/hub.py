@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
         "spiece.model",
         "sentencepiece.model",
         "spm.model",
+        "spm_char.model",
         "tiktoken.model",
         "cl100k_base.tiktoken",
         "merges.txt",

@@ -20,6 +20,7 @@ from .audio.processors import (
     parakeet_processor,
     samples_processor,
     seamless_processor,
+    speecht5_processor,
 )
 from .audio.seamless import seamless_fields
 from .audio.speech_encoders import streaming_spec
@@ -114,6 +115,13 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
 _DECODER_FIELDS: Final[dict[str, FieldNames]] = {
     "whisper": {**BART_FIELDS, "max_position_embeddings": ("max_target_positions",)},
     "speech_to_text": {**BART_FIELDS, "max_position_embeddings": ("max_target_positions",)},
+    "speecht5": {
+        "num_hidden_layers": ("decoder_layers",),
+        "num_attention_heads": ("decoder_attention_heads",),
+        "num_key_value_heads": ("decoder_attention_heads",),
+        "intermediate_size": ("decoder_ffn_dim",),
+        "max_position_embeddings": ("max_text_positions",),
+    },
     "moonshine": {
         "num_hidden_layers": ("decoder_num_hidden_layers",),
         "num_attention_heads": ("decoder_num_attention_heads",),
@@ -331,6 +339,7 @@ _READERS: Final = {
     SpeechKind.JOINED: joined_processor,
     SpeechKind.SEAMLESS: seamless_processor,
     SpeechKind.SEAMLESS_2: seamless_processor,
+    SpeechKind.SPEECHT5: speecht5_processor,
     SpeechKind.LASR_CTC: lasr_processor,
     **dict.fromkeys(SAMPLES, samples_processor),
 }

@@ -204,6 +204,8 @@ class SpeechKind(enum.StrEnum):
     SEAMLESS = "seamless_m4t"
     SEAMLESS_2 = "seamless_m4t_v2"
     SEW = "sew"
+    SEW_D = "sew-d"
+    SPEECHT5 = "speecht5"
     LASR_CTC = "lasr_ctc"
     DATA2VEC = "data2vec-audio"
     HUBERT = "hubert"

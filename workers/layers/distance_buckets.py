@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 
+def log_buckets(distances: Tensor, span: int, max_distance: int) -> Tensor:
+    """Return the bucket of each distance, from 0 to 2 * `span` - 1 (DeBERTa-v2, arXiv 2006.03654).
+
+    Distances up to half of the span have a bucket each, and the others cover growing ranges up to `max_distance`.
+    """
+    half = span // 2
+    away = distances.abs().clamp(min=half)
+    growth = torch.log(torch.tensor((max_distance - 1) / half))
+    steps = torch.ceil(torch.log(away / half) / growth * (half - 1)) + half
+    far = (steps * distances.sign()).long()
+    return linear_buckets(torch.where(distances.abs() <= half, distances, far), span)
+
+
+def linear_buckets(distances: Tensor, span: int) -> Tensor:
+    """Return the bucket of each distance, from 0 to 2 * `span` - 1, each of which has one but the furthest."""
+    return (distances + span).clamp(0, 2 * span - 1)
+
+
 def distance_buckets(
     distances: Tensor, num_buckets: int, max_distance: int, *, is_causal: bool
 ) -> Tensor:

@@ -13,7 +13,7 @@ import msgspec
 from ....protocol.errors import CheckpointError
 
 SPACE: Final = "▁"
-_UNIGRAM, _BPE = 1, 2
+_UNIGRAM, _BPE, _CHARACTERS = 1, 2, 4
 _SPECIAL_IDS: Final = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, 2**64 - 1)}
 """The numbers of the fields with the ids of special tokens, and the defaults of the ids."""
 
@@ -81,8 +81,11 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
         raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(path, "not a model of SentencePiece") from error
-    if kind not in (_UNIGRAM, _BPE) or not pieces:
-        raise CheckpointError(path, "not a unigram or BPE model of SentencePiece, which is needed")
+    # A model of characters is a BPE model without merges.
+    if kind not in (_UNIGRAM, _BPE, _CHARACTERS) or not pieces:
+        raise CheckpointError(
+            path, "not a unigram, BPE or character model of SentencePiece, which is needed"
+        )
     # An absent token has the id -1, which is stored as a large number.
     special_ids = {name: id_ for name, (_, id_) in ids.items() if id_ < len(pieces)}
     return SentencePieceModel(

@@ -1,6 +1,6 @@
 """Convert the tokenizer of a model that has only a model of SentencePiece.
 
-It is `tokenizer.model`, `spiece.model` of T5 or `sentencepiece.bpe.model` of SeamlessM4T.
+It is `tokenizer.model`, `spiece.model` of T5, `spm_char.model` of SpeechT5 or `sentencepiece.bpe.model` of SeamlessM4T.
 
 The tokenizers in `tokenizer.model` are like that of Llama 2. A GGUF file of the model would have the same tokens.
 """
@@ -19,6 +19,7 @@ from .sentencepiece import SPACE, Piece, SentencePieceModel, normalizers, read_s
 from .settings import Settings, settings_files
 
 _MODEL, _T5_MODEL = "tokenizer.model", "spiece.model"
+_CHARACTERS_MODEL = "spm_char.model"
 _SEAMLESS_MODEL, _SEAMLESS = "sentencepiece.bpe.model", "SeamlessM4TTokenizer"
 _NUM_EXTRA: Final = {"T5Tokenizer": 100, "MT5Tokenizer": 0}
 """The classes of tokenizers in `spiece.model`, and the numbers of tokens that stand for parts that a text lacks."""
@@ -35,6 +36,7 @@ _CLASSES: Final = (
     "LlamaTokenizer",
     "MistralTokenizer",
     "OrionTokenizer",
+    "SpeechT5Tokenizer",
     "YiTokenizer",
 )
 """The classes of tokenizers that put the first token before a text and differ only in their vocabularies."""
@@ -45,7 +47,11 @@ _LEGACY: Final = {"LlamaTokenizer": False, "CodeLlamaTokenizer": True}
 
 def tokenizer_model_files(directory: Path) -> list[Path]:
     """Return the files of a tokenizer in this format; none if the directory has no such tokenizer."""
-    paths = [path for name in (_MODEL, _T5_MODEL) if (path := directory / name).is_file()]
+    paths = [
+        path
+        for name in (_MODEL, _T5_MODEL, _CHARACTERS_MODEL)
+        if (path := directory / name).is_file()
+    ]
     if not paths and (seamless := directory / _SEAMLESS_MODEL).is_file():
         # Other models have a model of SentencePiece with the same name.
         paths = [seamless] if Settings(directory).tokenizer_class == _SEAMLESS else []
@@ -61,6 +67,7 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
     path, settings = tokenizer_model_files(directory)[0], Settings(directory)
     is_t5, kind = path.name == _T5_MODEL, settings.tokenizer_class
     is_seamless = path.name == _SEAMLESS_MODEL
+    ends_texts = is_t5 or path.name == _CHARACTERS_MODEL
     if kind not in (_NUM_EXTRA if is_t5 else _CLASSES) and not is_seamless:
         raise CheckpointError(
             path,
@@ -96,9 +103,9 @@ def convert_tokenizer_model(directory: Path) -> dict[str, dict[str, Any]]:
         "add_space_prefix": model.adds_space,
         "remove_extra_whitespaces": model.removes_spaces,
         "add_bos_token": settings.fields.boolean(
-            "add_bos_token", "bos_token" in named and not is_t5 and not is_seamless
+            "add_bos_token", "bos_token" in named and not ends_texts and not is_seamless
         ),
-        "add_eos_token": settings.fields.boolean("add_eos_token", is_t5),
+        "add_eos_token": settings.fields.boolean("add_eos_token", ends_texts),
     }
     for name in ("bos", "eos"):
         if (text := named.get(f"{name}_token")) in tokens:

@@ -23,6 +23,7 @@ from .token_writers import (
     joined_spec,
     parakeet_spec,
     samples_spec,
+    speecht5_spec,
     with_encoder_fields,
 )
 
@@ -110,6 +111,17 @@ def samples_processor(
     kind = SpeechKind(config.text("model_type"))
     audio = _samples_processor(processor, kind, samples_spec(config))
     return msgspec.structs.replace(audio, writes_tokens=True)
+
+
+def speecht5_processor(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    """Return the audio preprocessing of SpeechT5, which standardizes samples only if its files say so."""
+    processor = processor.with_defaults(do_normalize=False)
+    return msgspec.structs.replace(
+        _samples_processor(processor, SpeechKind.SPEECHT5, speecht5_spec(config)),
+        start_token_id=read_token(generation, "decoder_start_token_id", 2, config),
+    )
 
 
 def joined_processor(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 
 from ...config.audio.conformer_layers import Convolutions, CtcConformerSpec
-from ...config.audio.samples import SamplesSpec
+from ...config.audio.samples import DistanceScores, SamplesSpec
 from ...config.audio.tower import ConformerSpec, FastConformerSpec
 from ...config.model import SpeechKind
 from ...config.token_decoders import CtcSpec, TransducerSpec
@@ -25,6 +25,7 @@ WAV2VEC2: Final = frozenset(
         SpeechKind.DATA2VEC,
         SpeechKind.HUBERT,
         SpeechKind.SEW,
+        SpeechKind.SEW_D,
         SpeechKind.UNISPEECH,
         SpeechKind.UNISPEECH_SAT,
         SpeechKind.WAV2VEC2,
@@ -208,11 +209,22 @@ def _samples_encoder(audio: ConfigFields, kind: str, decoder: CtcSpec | None) ->
                 "do_stable_layer_norm": False,
             }
         )
-    elif kind == SpeechKind.SEW:
+    is_squeezed = kind in (SpeechKind.SEW, SpeechKind.SEW_D)
+    if is_squeezed:
         audio = audio.with_defaults(**_SEW_SIZES).with_values(
             {"feat_proj_layer_norm": True, "do_stable_layer_norm": False}
         )
-    conformer = num_buckets = None
+    conformer = num_buckets = distances = None
+    scale, input_norm_eps = 0.0, audio.positive("layer_norm_eps", 1e-5)
+    if kind == SpeechKind.SEW_D:
+        distances = _disentangled(audio)
+        num_parts = 1 + distances.compares_queries + distances.compares_keys
+        head_dim = hidden_size // audio.divisor("num_attention_heads", hidden_size, 12)
+        scale = (num_parts * head_dim) ** -0.5
+        input_norm_eps = audio.positive("feature_layer_norm_eps", 1e-5)
+        audio = audio.with_defaults(layer_norm_eps=1e-7)
+        if audio.get("hidden_act", "gelu_python") == "gelu_python":
+            audio = audio.with_values({"hidden_act": "gelu"})
     if kind == SpeechKind.WAV2VEC2_CONFORMER:
         conformer = conformer_layers(audio, hidden_size)
         audio = audio.with_values({"feat_proj_layer_norm": True, "do_stable_layer_norm": True})
@@ -257,10 +269,57 @@ def _samples_encoder(audio: ConfigFields, kind: str, decoder: CtcSpec | None) ->
         adapter_size=adapter_size,
         num_buckets=num_buckets or 0,
         max_distance=audio.integer("max_bucket_distance", 800, maximum=MAX_POSITIONS),
-        squeezed_rows=audio.integer("squeeze_factor", 2, maximum=64)
-        if kind == SpeechKind.SEW
-        else 1,
+        squeezed_rows=audio.integer("squeeze_factor", 2, maximum=64) if is_squeezed else 1,
         conformer=conformer,
+        attention_scale=scale,
+        distances=distances,
+        has_norm=kind != SpeechKind.SEW_D,
+        has_input_matrix=not is_squeezed or channels[-1] != hidden_size,
+        input_norm_eps=input_norm_eps,
+    )
+
+
+def _disentangled(audio: ConfigFields) -> DistanceScores:
+    """Return the scores of distances of SEW-D, which are those of DeBERTa v2."""
+    audio.require("relative_attention", True, default=True)
+    audio.require("share_att_key", True, default=True)
+    audio.require("conv_kernel_size", 0, default=0)
+    kinds = audio.convert("pos_att_type", ("p2c", "c2p"), tuple[str, ...], "a list of texts")
+    furthest = audio.get("max_relative_positions", -1)
+    if furthest == -1:
+        furthest = audio.integer("max_position_embeddings", 512, maximum=MAX_POSITIONS)
+    else:
+        furthest = audio.integer("max_relative_positions", maximum=MAX_POSITIONS)
+    buckets = audio.get("position_buckets", 256)
+    has_buckets = buckets != -1
+    if has_buckets:
+        buckets = audio.integer("position_buckets", 256, minimum=4, maximum=MAX_POSITIONS)
+    return DistanceScores(
+        span=buckets if has_buckets else furthest,
+        max_distance=furthest if has_buckets else 0,
+        projected=True,
+        norms_table="layer_norm" in audio.text("norm_rel_ebd", "layer_norm").lower(),
+        compares_queries="c2p" in kinds,
+        compares_keys="p2c" in kinds,
+    )
+
+
+def speecht5_spec(fields: ConfigFields) -> SamplesSpec:
+    """Return the encoder of SpeechT5. Raise CheckpointError if a field is missing or invalid."""
+    names = {
+        "num_hidden_layers": "encoder_layers",
+        "num_attention_heads": "encoder_attention_heads",
+        "intermediate_size": "encoder_ffn_dim",
+    }
+    own = {name: fields.get(other) for name, other in names.items()}
+    own |= {"feat_proj_layer_norm": True, "do_stable_layer_norm": False}
+    return msgspec.structs.replace(
+        _samples_encoder(fields.with_values(own), SpeechKind.SPEECHT5, None),
+        distances=DistanceScores(
+            span=fields.integer("encoder_max_relative_position", 160, maximum=MAX_POSITIONS)
+        ),
+        first_sinusoid=fields.integer("pad_token_id", 1, minimum=0) + 1,
+        has_projection=False,
     )
 
 

@@ -26,6 +26,23 @@ class FrameSpec(UnpaddedSpec, frozen=True, tag=True):
         return num_frames
 
 
+class DistanceScores(msgspec.Struct, frozen=True):
+    """Numbers for distances between rows that are added to the scores of attention.
+
+    Distances fall into 2 * `span` buckets. Only distances below half of the span have a bucket each if `max_distance`
+    is not 0; the others cover growing ranges up to it. Queries have products with the vectors of a table (SpeechT5). If
+    it is `projected`, projections of its normed vectors give keys, with which queries have products if
+    `compares_queries`, and queries, with which keys have products if `compares_keys` (DeBERTa, arXiv 2006.03654).
+    """
+
+    span: int
+    max_distance: int = 0
+    projected: bool = False
+    norms_table: bool = False
+    compares_queries: bool = True
+    compares_keys: bool = False
+
+
 class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     """The encoder of wav2vec 2.0 (arXiv 2006.11477), which HuBERT, UniSpeech and OmniASR have as well.
 
@@ -35,11 +52,13 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     after it (data2vec, arXiv 2202.03555). If `norms_sums`, the norms of layers follow their sums. If
     `adapter_size` is not 0, another MLP of this size follows each layer (MMS, arXiv 2305.13516).
 
-    If `num_buckets` is not 0, scores have biases of so many ranges of distances up to `max_distance`, which depend on
-    the query (WavLM, arXiv 2110.13900). Layers read the means of `squeezed_rows` rows, and a matrix makes as many of
-    each output (SEW, arXiv 2109.06870). A `conformer` replaces positions and layers (wav2vec2-conformer). The
-    `decoder` turns rows into tokens. Without one, gated `last_convolutions` may make fewer rows, after a matrix and a
-    norm if these have another size, and with `has_projection` a matrix makes outputs of them.
+    Without `has_norm`, no norm precedes or follows the layers. With `first_sinusoid`, sinusoids from this position on
+    are added, too. If `num_buckets` is not 0, scores have biases of so many ranges of distances up to `max_distance`,
+    which depend on the query (WavLM, arXiv 2110.13900); with `distances`, they have others. Layers read the means of
+    `squeezed_rows` rows, and a matrix makes as many of each output (SEW, arXiv 2109.06870). A `conformer` replaces
+    positions and layers (wav2vec2-conformer). The `decoder` turns rows into tokens. Without one, gated
+    `last_convolutions` may make fewer rows, after a matrix and a norm if these have another size, `last_size`, and with
+    `has_projection` a matrix makes outputs of them.
     """
 
     convolutions: tuple[tuple[int, int, int], ...]
@@ -59,6 +78,12 @@ class SamplesSpec(LayeredSpec, frozen=True, tag=True):
     max_distance: int = 0
     squeezed_rows: int = 1
     conformer: ConformerLayers | None = None
+    attention_scale: float = 0.0
+    distances: DistanceScores | None = None
+    first_sinusoid: int | None = None
+    has_norm: bool = True
+    has_input_matrix: bool = True
+    input_norm_eps: float = 1e-5
     last_convolutions: Convolutions | None = None
     last_size: int = 0
     has_projection: bool = True

@@ -215,7 +215,11 @@ def test_a_speech_model_with_a_decoder_transcribes(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["moonshine", "moonshine_streaming", "speech_to_text", "wav2vec2-mbart", "sew-bert"]
+    "kind",
+    [
+        *("moonshine", "moonshine_streaming", "speech_to_text"),
+        *("wav2vec2-mbart", "sew-bert", "speecht5"),
+    ],
 )
 def test_output_is_limited_by_the_length_of_the_audio_or_the_context(
     tmp_path: Path, kind: str
@@ -233,6 +237,8 @@ def test_output_is_limited_by_the_length_of_the_audio_or_the_context(
         extractor = transformers.Wav2Vec2FeatureExtractor()
         inputs = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_values
         prompt.append(model.generation_config.forced_bos_token_id)
+        count = 15
+    elif kind == "speecht5":
         count = 15
     tokens = greedy(model, inputs, prompt, count)
     flags = ("-tp", "2", "--inject-preemption", "0.1")

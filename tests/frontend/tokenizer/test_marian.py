@@ -66,7 +66,7 @@ def test_sources_and_answers_may_have_vocabularies_of_their_own(directory: Path)
     ("name", "content", "words"),
     [
         ("source.spm", sentencepiece_file(SOURCE, kind=2), "not a unigram model"),
-        ("target.spm", b"", "not a unigram or BPE model"),
+        ("target.spm", b"", "not a unigram, BPE or character model"),
         ("target.spm", sentencepiece_file(TARGET)[:-40], "not a model of SentencePiece"),
         ("source.spm", b"\x0a\x05abc", "not a model of SentencePiece"),
         ("vocab.json", b'{"a": 0}', "there is no token '</s>'"),

@@ -156,6 +156,20 @@ def test_a_sentencepiece_model_of_speech2text_is_read(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab ab"
 
 
+def test_a_sentencepiece_model_of_characters_is_read(tmp_path: Path) -> None:
+    scores = dict.fromkeys(("▁", "a", "b"), -1.0)
+    path = tmp_path / "spm_char.model"
+    path.write_bytes(sentencepiece_file(scores, kind=4))
+    added = {"6": {"content": "<mask>", "special": True}}
+    config = {"tokenizer_class": "SpeechT5Tokenizer", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    tokens = ["<unk>", "<s>", "</s>", *scores]
+    found = [tokens[i] for i in tokenizer.encode("ab b")]
+    assert found == ["▁", "a", "b", "▁", "b", "</s>"]
+    assert tokenizer.decode(tokenizer.encode("ab b"), skip_special_tokens=True) == "ab b"
+
+
 def test_a_sentencepiece_model_of_seamless_is_read(tmp_path: Path) -> None:
     scores = {"▁a": -1.0, "▁ab": -2.0, "b": -3.0, "▁": -4.0, "a": -5.0}
     (tmp_path / "sentencepiece.bpe.model").write_bytes(sentencepiece_file(scores))

@@ -14,7 +14,7 @@ _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3
 def sentencepiece_file(
     scores: Mapping[str, float], kind: int = 1, *, removes_spaces: bool = True
 ) -> bytes:
-    """Return a model that puts a space before texts as a file; its kind is 1 for unigram and 2 for BPE."""
+    """Return a model that puts a space before texts, of the kind 1 (unigram), 2 (BPE) or 4 (characters)."""
     pieces = [("<unk>", 0.0, _UNKNOWN), ("<s>", 0.0, _CONTROL), ("</s>", 0.0, _CONTROL)]
     pieces += [(piece, score, _NORMAL) for piece, score in scores.items()]
     data = b"".join(

@@ -37,9 +37,13 @@ def source_directory(
     name, sizes = MODELS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**sizes, **(changes or {})})
-    suffix = {"Marian": "MTModel", "EncoderDecoder": "Model", "SpeechEncoderDecoder": "Model"}.get(
-        name, "ForConditionalGeneration"
-    )
+    suffixes = {
+        "Marian": "MTModel",
+        "EncoderDecoder": "Model",
+        "SpeechEncoderDecoder": "Model",
+        "SpeechT5": "ForSpeechToText",
+    }
+    suffix = suffixes.get(name, "ForConditionalGeneration")
     model_class = getattr(transformers, f"{name}{suffix}")
     model = model_class._from_config(config, attn_implementation="eager").eval()
     if kind == "flan-t5":
@@ -98,11 +102,11 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
         features = rng.standard_normal((config.num_mel_bins, frames)).astype(np.float32)
         payload: Any = AudioPayload(config.num_mel_bins, frames, features.tobytes())
         size = config.max_source_positions
-    elif config.model_type == "speech-encoder-decoder":
+    elif config.model_type in ("speech-encoder-decoder", "speecht5"):
         features = rng.standard_normal(8 * length or 3000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
         with torch.inference_mode():
-            size = model.encoder(torch.from_numpy(features)[None])[0].shape[1]
+            size = model.get_encoder()(torch.from_numpy(features)[None])[0].shape[1]
     elif config.model_type == "moonshine":
         features = rng.standard_normal(length or 3000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
@@ -314,6 +318,8 @@ def moonshine_directory(directory: Path, kind: str = "moonshine") -> tuple[Path,
     if is_joined:
         decoder = MODELS[kind][1]["decoder"] | {"max_position_embeddings": 17}
         changes["decoder"] = decoder | changes | special
+    if kind == "speecht5":
+        changes |= {"max_text_positions": 16, "pad_token_id": 1}
     if kind == "speech_to_text":
         changes |= {"max_target_positions": 16, "tie_word_embeddings": False}
     path, model = source_directory(directory, kind, changes | special)

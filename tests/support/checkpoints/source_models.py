@@ -243,6 +243,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SpeechEncoderDecoder",
         _joined_speech({"model_type": "sew", "hidden_size": 48}, "bert"),
     ),
+    "speecht5": (
+        "SpeechT5",
+        SAMPLES
+        | {name: size for name, size in _BART_SIZES.items() if name.startswith("decoder_")}
+        | {"vocab_size": VOCAB_SIZE, "encoder_layers": 2, "encoder_attention_heads": 4}
+        | {"decoder_attention_heads": 4, "encoder_ffn_dim": 40, "max_text_positions": 128}
+        | {"encoder_max_relative_position": 7, "pad_token_id": 1},
+    ),
     "mt5": ("MT5", _T5_SIZES),
     "umt5": ("UMT5", _T5_SIZES),
     "t5": ("T5", _T5_SIZES),
@@ -262,4 +270,5 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SPEECH = (
     *("whisper", "untied-whisper", "speech_to_text", "moonshine", "moonshine_streaming"),
     *("cohere_asr", "canary", "wav2vec2-mbart", "hubert-bart", "sew-bert"),
+    "speecht5",
 )

@@ -19,8 +19,10 @@ from support.media.audio_features import granite_features
 GRANITE, OMNIASR, LASR = "granite", "omniasr", "lasr"
 WAV2VEC2, HUBERT, MMS, DATA2VEC = "Wav2Vec2", "Hubert", "Wav2Vec2 MMS", "Data2VecAudio"
 CONFORMER, ROTATED = "Wav2Vec2Conformer", "Wav2Vec2Conformer rotary"
-BERT, ADAPTED, WAVLM, SEW = "Wav2Vec2Bert", "Wav2Vec2Bert adapter", "WavLM", "SEW"
-LETTER_KINDS = (*(WAV2VEC2, HUBERT, MMS, DATA2VEC, CONFORMER, ROTATED, BERT, ADAPTED, WAVLM, SEW),)
+BERT, ADAPTED, WAVLM, SEW, SEW_D = "Wav2Vec2Bert", "Wav2Vec2Bert adapter", "WavLM", "SEW", "SEWD"
+LETTER_KINDS = (
+    *(WAV2VEC2, HUBERT, MMS, DATA2VEC, CONFORMER, ROTATED, BERT, ADAPTED, WAVLM, SEW, SEW_D),
+)
 CTC_KINDS = ("CTC", GRANITE, OMNIASR, LASR, *LETTER_KINDS)
 
 
@@ -113,7 +115,7 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
     tokens = ["<pad>", "|", *("ABCDEFGHIJ" if kind == HUBERT else "abcdefghij")]
     vocabulary: dict[str, Any] = {token: index for index, token in enumerate(tokens)}
     settings: dict[str, Any] = {"do_lower_case": kind == HUBERT}
-    if kind in (BERT, ADAPTED, WAVLM, SEW):
+    if kind in (BERT, ADAPTED, WAVLM, SEW, SEW_D):
         settings["tokenizer_class"] = "Wav2Vec2CTCTokenizer"
     if kind == MMS:
         vocabulary = {"eng": {"<pad>": 0, "|": 1, "x": 2}, "fra": vocabulary}
@@ -133,6 +135,9 @@ def _letter_writer(directory: Path, kind: str) -> tuple[Path, Any]:
         others = {"num_buckets": 12, "max_bucket_distance": 20}
     elif kind == SEW:
         others = {"squeeze_factor": 3}
+    elif kind == SEW_D:
+        # There is no matrix before the layers.
+        others = {"position_buckets": 8, "max_position_embeddings": 20, "conv_dim": [8, 12, 32]}
     elif name == CONFORMER:
         others = {"position_embeddings_type": "rotary" if kind == ROTATED else "relative"}
     elif name == BERT:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....protocol.errors import ConfigError
 from ...attention.distance_scores import DistanceScores
+from ...layers.distance_buckets import linear_buckets, log_buckets
 from ...layers.parallel.tensor_parallel import elements
 from ...layers.specs.disentangled import DisentangledSpec
 from ..layer_source import LayerSource
@@ -67,17 +68,7 @@ def read_distance_scores(source: LayerSource, rows: list[Rows]) -> DistanceScore
 
 
 def distance_buckets(distances: Tensor, spec: DisentangledSpec) -> Tensor:
-    """Return the bucket of each distance, the position of the token minus that of the key.
-
-    Logarithmic buckets are those of DeBERTa-v2: distances up to half of the span have a bucket each, and the others
-    cover growing ranges up to `max_distance`.
-    """
-    buckets = distances
+    """Return the bucket of each distance, the position of the token minus that of the key."""
     if spec.has_log_buckets:
-        half = spec.span // 2
-        away = distances.abs().clamp(min=half)
-        growth = torch.log(torch.tensor((spec.max_distance - 1) / half))
-        steps = torch.ceil(torch.log(away / half) / growth * (half - 1)) + half
-        far = (steps * distances.sign()).long()
-        buckets = torch.where(distances.abs() <= half, distances, far)
-    return (buckets + spec.span).clamp(0, 2 * spec.span - 1)
+        return log_buckets(distances, spec.span, spec.max_distance)
+    return linear_buckets(distances, spec.span)

@@ -20,14 +20,20 @@ from ..image_tower import TowerSource
 from ..layers import LayersSpec, LayerWeights, Patches
 from ..weights import Linear, Norm, VisionWeights, find_activation
 from .conformer_layers import ConformerStack
+from .distances import LayerDistances, read_distance_table
+from .stems import sinusoids
 from .token_decoders import read_token_decoder
 
 _CONV_NORM_EPS = 1e-5
 _NAMES = (
     (r"^model\.", ""),
     # The names of SEW.
-    (r"^(sew|encoder)\.layer_norm\.", "audio_tower.subsampling.layer_norm."),
+    (r"^(sew|sew_d|encoder)\.layer_norm\.", "audio_tower.subsampling.layer_norm."),
     (r"^\w+\.feature_projection\.(weight|bias)$", r"audio_tower.subsampling.projection.\1"),
+    # The names of SpeechT5.
+    (r"^speecht5\.encoder\.prenet\.feature_(encoder|projection)\.", "audio_tower.subsampling."),
+    (r"^speecht5\.encoder\.prenet\.pos_conv_embed\.", "audio_tower.encode_positions."),
+    (r"^speecht5\.encoder\.wrapped_encoder\.", "audio_tower."),
     # The names of transformers' Wav2Vec2ForCTC, whose model has the name of its kind, or of "encoder" beside a decoder.
     (r"^\w+\.feature_extractor\.", "audio_tower.subsampling."),
     (r"^\w+\.feature_projection\.", "audio_tower.subsampling."),
@@ -38,8 +44,16 @@ _NAMES = (
     (r"^\w+\.adapter\.", "adapter."),
     (r"^enc_to_dec_proj\.", "multi_modal_projector."),
     (r"^lm_head\.", "ctc_head."),
+    # The names of SEW-D's layers.
+    (r"^audio_tower\.encoder\.layer\.", "audio_tower.layers."),
+    (r"\.attention\.self\.([qkv])\w+_proj\.", r".attention.\1_proj."),
+    (r"\.attention\.output\.dense\.", ".attention.out_proj."),
+    (r"\.attention\.output\.LayerNorm\.", ".layer_norm."),
+    (r"(\.layers\.\d+)\.intermediate\.dense\.", r"\1.feed_forward.intermediate_dense."),
+    (r"(\.layers\.\d+)\.output\.dense\.", r"\1.feed_forward.output_dense."),
+    (r"(\.layers\.\d+)\.output\.LayerNorm\.", r"\1.final_layer_norm."),
 )
-_MARKER = "audio_tower.subsampling.projection.weight"
+_MARKER = "audio_tower.subsampling.conv_layers.0.conv.weight"
 
 
 class SamplesEncoder:
@@ -51,9 +65,11 @@ class SamplesEncoder:
         own_names = CONFORMER_NAMES if has_conformer else ()
         tensors = source.weights(_MARKER, (*_NAMES, *own_names))
         self._activation = find_activation(source.checkpoint, spec.activation)
-        self._norm = tensors.read_layer_norm(
-            "audio_tower.layer_norm", spec.hidden_size, spec.norm_eps
-        )
+        self._norm: Callable[[Tensor], Tensor] = _unchanged
+        if spec.has_norm:
+            self._norm = tensors.read_layer_norm(
+                "audio_tower.layer_norm", spec.hidden_size, spec.norm_eps
+            )
         self._convolutions = [
             _Convolution(spec, tensors, index) for index in range(len(spec.convolutions))
         ]
@@ -61,8 +77,11 @@ class SamplesEncoder:
         name = "audio_tower.subsampling"
         self._input_norm: Norm | None = None
         if spec.has_input_norm:
-            self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, spec.norm_eps)
-        self._input = tensors.read_linear(f"{name}.projection", size, inputs)
+            eps = spec.input_norm_eps
+            self._input_norm = tensors.read_layer_norm(f"{name}.layer_norm", inputs, eps)
+        self._input: Callable[[Tensor], Tensor] = _unchanged
+        if spec.has_input_matrix:
+            self._input = tensors.read_linear(f"{name}.projection", size, inputs)
         self._decoder: Callable[[Tensor], Tensor]
         if spec.decoder is None:
             self._decoder = _Outputs(spec, tensors)
@@ -82,6 +101,7 @@ class SamplesEncoder:
         # Layers between which there are adapters are computed one by one.
         self._num_at_once = 1 if spec.adapter_size else spec.num_layers
         firsts = range(0, spec.num_layers, self._num_at_once)
+        table = None if spec.distances is None else read_distance_table(spec, tensors)
         self._layers = [
             source.make_layers(
                 LayersSpec(
@@ -93,10 +113,11 @@ class SamplesEncoder:
                     activation=spec.activation,
                     norm_eps=spec.norm_eps,
                     norms_sums=spec.norms_sums,
-                    has_score_biases=spec.num_buckets > 0,
+                    attention_scale=spec.attention_scale,
+                    has_score_biases=spec.num_buckets > 0 or spec.distances is not None,
                 ),
                 (
-                    _read_layer(spec, tensors, index)
+                    _read_layer(spec, tensors, index, table)
                     for index in range(first, first + self._num_at_once)
                 ),
             )
@@ -144,7 +165,15 @@ class SamplesEncoder:
             if spec.num_position_layers:
                 x_DP = F.layer_norm(x_DP.T, x_DP.shape[:1]).T
             x_DP = self._activation(x_DP)
-        return (means_DP + x_DP).T
+        x_PD = (means_DP + x_DP).T
+        if spec.first_sinusoid is not None:
+            places = torch.arange(len(x_PD)) + spec.first_sinusoid
+            x_PD = x_PD + sinusoids(places, x_PD.shape[1]).to(x_PD)
+        return x_PD
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class _Outputs:
@@ -269,18 +298,23 @@ class _GatedBuckets:
         return gated_HPP
 
 
-def _read_layer(spec: SamplesSpec, tensors: VisionWeights, index: int) -> LayerWeights:
+def _read_layer(
+    spec: SamplesSpec, tensors: VisionWeights, index: int, table: Tensor | None
+) -> LayerWeights:
     size, inner, prefix = spec.hidden_size, spec.intermediate_size, f"audio_tower.layers.{index}."
-    qkv = (tensors.read_linear(f"{prefix}attention.{x}_proj", size, size) for x in "qkv")
+    qkv = [tensors.read_linear(f"{prefix}attention.{x}_proj", size, size) for x in "qkv"]
+    score_bias: Callable[[Tensor], Tensor] | None = None
+    if spec.num_buckets:
+        score_bias = _GatedBuckets(spec, tensors, f"{prefix}attention.")
+    elif table is not None:
+        score_bias = LayerDistances(spec, table, qkv[0], qkv[1])
     return LayerWeights(
         attention_norm=tensors.read_layer_norm(f"{prefix}layer_norm", size, spec.norm_eps),
-        qkv=[Linear.join(tuple(qkv))],
+        qkv=[Linear.join(qkv)],
         output=tensors.read_linear(f"{prefix}attention.out_proj", size, size),
         mlp_norm=tensors.read_layer_norm(f"{prefix}final_layer_norm", size, spec.norm_eps),
         gate=None,
         up=tensors.read_linear(f"{prefix}feed_forward.intermediate_dense", inner, size),
         down=tensors.read_linear(f"{prefix}feed_forward.output_dense", size, inner),
-        score_bias=_GatedBuckets(spec, tensors, f"{prefix}attention.")
-        if spec.num_buckets
-        else None,
+        score_bias=score_bias,
     )

@@ -17,7 +17,11 @@ from .....protocol.checkpoint.audio.speech_encoders import (
     fast_conformer_spec,
     streaming_spec,
 )
-from .....protocol.checkpoint.audio.token_writers import with_encoder_fields, writer_spec
+from .....protocol.checkpoint.audio.token_writers import (
+    speecht5_spec,
+    with_encoder_fields,
+    writer_spec,
+)
 from .....protocol.checkpoint.config_fields import ConfigFields
 from .....protocol.checkpoint.speech import max_source_positions, speech_to_text_stem
 from .....protocol.config.audio.bases import LayeredSpec
@@ -30,7 +34,14 @@ from ....layers.specs.norm_names import NormNames
 from ....loaders.row_factors import RowFactors
 from ..common import Family, base_spec, uniform_layers
 from ..llama import mistral
-from .encoder_decoders import BART_LAYER_NAMES, SINUSOIDS, bart_fields, bart_spec, with_source
+from .encoder_decoders import (
+    BART_LAYER_NAMES,
+    POST_NORMED,
+    SINUSOIDS,
+    bart_fields,
+    bart_spec,
+    with_source,
+)
 
 _WHISPER_DECODER_NAMES: Final = (
     (r"^(model\.)?encoder\..*", ""),
@@ -87,6 +98,14 @@ _SEAMLESS_NAMES: Final = (
     (r"\.cross_attention\.", ".cross_attn."),
     (r"\.ffn_layer_norm\.", ".mlp_norm."),
     (r"\.ffn\.fc", ".fc"),
+    *BART_LAYER_NAMES,
+)
+_SPEECHT5_NAMES: Final = (
+    (r"^speecht5\.encoder\..*", ""),
+    (r"^speecht5\.decoder\.(prenet|wrapped_decoder)\.", ""),
+    (r"^text_decoder_postnet\.", ""),
+    (r"\.feed_forward\.intermediate_dense\.", ".fc1."),
+    (r"\.feed_forward\.output_dense\.", ".fc2."),
     *BART_LAYER_NAMES,
 )
 _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
@@ -295,6 +314,21 @@ def _seamless(fields: ConfigFields) -> ModelSpec:
     return with_tower(fields, spec, seamless_spec(fields))
 
 
+def _speecht5(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of SpeechT5 (arXiv 2110.07205) that writes texts of speech."""
+    fields = fields.with_defaults(vocab_size=81, hidden_act="gelu", tie_word_embeddings=True)
+    fields = fields.with_values({"rms_norm_eps": fields.positive("layer_norm_eps", 1e-5)})
+    spec = bart_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=fields.integer("pad_token_id", 1, minimum=0) + 1,
+        sinusoids="by last",
+        tensor_names=_SPEECHT5_NAMES,
+        **POST_NORMED,
+    )
+    return with_tower(fields, spec, speecht5_spec(fields))
+
+
 def _bart_decoder(fields: ConfigFields) -> ModelSpec:
     """Return the decoder of Cohere Transcribe and Canary."""
     fields = fields.with_defaults(
@@ -364,6 +398,8 @@ FAMILIES = (
     Family("Speech2TextForConditionalGeneration", "speech_to_text", _speech_to_text),
     Family("SeamlessM4TForSpeechToText", "seamless_m4t", _seamless),
     Family("SeamlessM4Tv2ForSpeechToText", "seamless_m4t_v2", _seamless),
+    Family("SEWDForCTC", "sew-d", _token_writer),
+    Family("SpeechT5ForSpeechToText", "speecht5", _speecht5),
     Family("Wav2Vec2BertForCTC", "wav2vec2-bert", _token_writer),
     Family("Wav2Vec2ConformerForCTC", "wav2vec2-conformer", _token_writer),
     Family("WavLMForCTC", "wavlm", _token_writer),
