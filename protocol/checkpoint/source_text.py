@@ -27,6 +27,11 @@ T5 has no limit, but was trained with this one.
 """
 
 _SOURCE_SIZE: Final = "source_vocab_size"
+_POSITION_ROWS: Final = "num_position_rows"
+"""The field with the `max_position_embeddings` of a ProphetNet."""
+
+PREDICTED_STREAM_PADDING: Final = 8
+"""The number of elements of a ProphetNet's head in the cache besides those of a key. One of them is used."""
 
 BART_FIELDS: Final[FieldNames] = {
     "hidden_size": ("d_model",),
@@ -89,6 +94,27 @@ def _t5gemma_fields(fields: ConfigFields) -> dict[str, Any]:
     own = fields.required_section("decoder").config
     is_tied = fields.get("tie_word_embeddings", True)
     return {**own, "model_type": "t5gemma", "tie_word_embeddings": is_tied}
+
+
+def _prophetnet_rows(fields: ConfigFields) -> int:
+    """Return the number of rows of the table of positions that follow the padding token's."""
+    rows = fields.integer(_POSITION_ROWS, fields.integer("max_position_embeddings", 512))
+    return rows - fields.integer("pad_token_id", 0, minimum=0) - 1
+
+
+def _prophetnet_fields(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields of the decoder, whose tokens have two queries and one key; see `PredictedStreamSpec`."""
+    heads, size = fields.integer("num_decoder_attention_heads", 16), fields.integer("hidden_size")
+    return {
+        "num_hidden_layers": fields.integer("num_decoder_layers", 12),
+        "num_attention_heads": 2 * heads,
+        "num_key_value_heads": heads,
+        "head_dim": size // heads + PREDICTED_STREAM_PADDING,
+        "intermediate_size": fields.integer("decoder_ffn_dim", 4096),
+        # The second state of the last token has the last row.
+        "max_position_embeddings": _prophetnet_rows(fields) - 1,
+        _POSITION_ROWS: fields.get(_POSITION_ROWS, fields.get("max_position_embeddings", 512)),
+    }
 
 
 def joined_fields(fields: ConfigFields) -> dict[str, Any]:
@@ -156,6 +182,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "pegasus": _Family(0),
     "pegasus_x": _Family(0, max_tokens=16_384),
     "plbart": _Family(begins_with_last=True),
+    "prophetnet": _Family(0, _prophetnet_fields, _prophetnet_rows),
     "switch_transformers": _Family(None, _t5_fields, _max_t5_tokens),
     "t5": _T5,
     "t5gemma": _Family(2, _t5gemma_fields, _max_t5gemma_tokens),

@@ -76,6 +76,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         common = of_layers[0] if of_layers and not is_shared else model
         has_biases = bool(model.num_distance_buckets or model.relative_biases or model.disentangled)
         has_biases |= model.has_alibi_roots or model.num_sink_keys > 0
+        has_biases |= model.predicted_stream is not None
         has_biases |= any(layer.block_pattern for layer in model.layers)
         return cls(
             num_heads=len(shard.heads(common)),

@@ -29,6 +29,7 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         ),
         "global tokens beside blocks of tokens": source is not None
         and source.num_global_tokens > 0,
+        "states that predict the next token": spec.predicted_stream is not None,
         "experts that compute a limited number of tokens": source is not None
         and any(layer.experts is not None and layer.experts.capacity for layer in source.layers),
         "blocks of keys that depend on heads": any(layer.block_pattern for layer in spec.layers),

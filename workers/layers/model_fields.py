@@ -25,7 +25,7 @@ from .specs.norm_gate import NormGateSpec
 from .specs.norm_names import NormNames
 from .specs.pair_experts import PairExpertsSpec
 from .specs.positions import Sinusoids
-from .specs.relative_biases import RelativeBiasSpec
+from .specs.relative_biases import PredictedStreamSpec, RelativeBiasSpec
 from .specs.score_head import ScoreHeadSpec
 
 if TYPE_CHECKING:
@@ -352,6 +352,9 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """Several streams, of which every block reads and changes mixtures."""
     attention_residuals: AttentionResidualsSpec | None = None
     """Attention to the outputs of earlier blocks instead of a stream."""
+
+    predicted_stream: PredictedStreamSpec | None = None
+    """Two hidden states, of which the last layer's second one predicts the next token."""
 
     bottleneck: BottleneckSpec | None = None
     """The bottleneck of layers whose blocks have a smaller stream."""

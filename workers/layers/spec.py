@@ -217,8 +217,8 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
     @property
     def num_streams(self) -> int:
         """The number of hidden states of a token; 0 for one that is a residual stream."""
-        streams = self.altup or self.hyper_connections or self.attention_residuals
-        return streams.num_streams if streams else 0
+        kinds = (self.altup, self.hyper_connections, self.attention_residuals)
+        return next((x.num_streams for x in (*kinds, self.predicted_stream) if x is not None), 0)
 
     @property
     def last_embedding_layer(self) -> int:

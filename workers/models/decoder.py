@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from .layer_kinds.memory_gate import MemoryGateLayer
 from .layer_kinds.neighbors import NeighborsLayer
 from .layer_kinds.normed_stream import NormedStreamLayer
 from .layer_kinds.parallel import ParallelLayer
+from .layer_kinds.predicted_stream import PredictedStream, PredictedStreamLayer
 from .layer_kinds.stream_attention import StreamAttention
 from .layer_kinds.token_shift import TokenShiftLayer, share_values
 from .layer_source import LayerSource
@@ -68,6 +69,8 @@ from .stage.passed_state import PassedState
 from .stage.self_conditioning import SelfConditioning
 from .torch_decoder import TorchDecoder
 from .weights import ProgressCallback, WeightReader, weight_reader
+
+AnyLayer: TypeAlias = AltUpLayer | DecoderLayer | PredictedStreamLayer | SharedBlockLayer
 
 
 class Decoder(TorchDecoder):
@@ -144,7 +147,7 @@ class Decoder(TorchDecoder):
             self._passed = self._share_router_state()
         if spec.shares_values:
             self._passed = share_values(self._layers)
-        self._last_streams: Streams | Reducer | StreamAttention | None = None
+        self._last_streams: PredictedStream | Streams | Reducer | StreamAttention | None = None
         if spec.hyper_connections is not None and spec.hyper_connections.delayed:
             self._passed = self._last_streams = share_factors(spec.hyper_connections, self._layers)
         elif spec.hyper_connections is not None and shard.is_last:
@@ -153,6 +156,8 @@ class Decoder(TorchDecoder):
             if (residuals := spec.attention_residuals) is not None:
                 last = source.at("head_res.")
                 self._last_streams = StreamAttention(residuals, last, 1 + residuals.num_sums)
+            if spec.predicted_stream is not None:
+                self._last_streams = PredictedStream()
             if spec.altup is not None:
                 self._last_streams = Streams(
                     spec, spec.altup, weights, "altup_unembed_projections", kernels
@@ -261,7 +266,7 @@ class Decoder(TorchDecoder):
                 layer_inputs = self._layer_inputs.of_tokens(
                     inputs, x_TD, self.placed, self.earlier_TW
                 )
-            x_TD = self._embedding.expand(x_TD)
+            x_TD = self._embedding.expand(x_TD, positions_T)
         else:
             x_TD = inputs[:, : self._width]
             first_passed = inputs.shape[1] - self._passed_width
@@ -425,8 +430,8 @@ def _make_layers(
     attention: DeviceAttention,
     shard: ModelShard,
     kernels: LayerKernels,
-) -> list[AltUpLayer | DecoderLayer | SharedBlockLayer]:
-    layers: list[AltUpLayer | DecoderLayer | SharedBlockLayer] = []
+) -> list[AnyLayer]:
+    layers: list[AnyLayer] = []
     blocks: dict[int, Block] = {}
     of_weights: dict[int, DecoderLayer] = {}
     for i in shard.layers:
@@ -444,6 +449,9 @@ def _make_layers(
             layers.append(SharedBlockLayer(layer, blocks[block], source))
         elif spec.altup is not None:
             layers.append(AltUpLayer(spec.altup, layer, source, as_backend(attention)))
+        elif spec.predicted_stream is not None:
+            of_both = spec.predicted_stream
+            layers.append(PredictedStreamLayer(of_both, layer, source, as_backend(attention)))
         elif (hyper := spec.hyper_connections) is not None:
             layers.append(HyperLayer(hyper, layer, source, attention))
         else:

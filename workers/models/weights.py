@@ -33,6 +33,7 @@ ProgressCallback = Callable[[int, int], None]
 _FIRST_OUTPUTS = tuple(f"layers.0.self_attn.{name}.weight" for name in ("o_proj", "o_a_proj"))
 _FIRST_STAGE = (
     *("embed_positions.", "embed_token_types.", "embed_tasks.", "embed_norm.", "embed_global."),
+    "embed_stream.",
     "embed_ngram",
     "embed_projection.",
     *("embed_scale", "embed_bias", "embed_tokens_per_layer."),

@@ -38,6 +38,7 @@ SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
         ("bert2bert", 0, ("-pp", "2", "--inject-preemption", "0.1")),
         ("global-longt5", 0, ("-tp", "2", "--inject-preemption", "0.1")),
         ("led", 3, ("-tp", "2", "--inject-preemption", "0.1")),
+        ("prophetnet", 3, ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1")),
         ("pegasus_x", 3, ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1")),
         ("switch", 0, ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1")),
         ("umt5 gguf", 0, ("-tp", "2")),

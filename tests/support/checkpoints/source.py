@@ -23,6 +23,10 @@ from support.checkpoints.mistral_files import write_mistral_files
 from support.checkpoints.source_models import MODELS, VOCAB_SIZE
 from torch.nn.functional import pad
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
+from transformers.models.prophetnet.modeling_prophetnet import (
+    ProphetNetNgramSelfAttention,
+    compute_relative_buckets,
+)
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersTop1Router,
 )
@@ -57,6 +61,8 @@ def source_directory(
     for layer in model.modules():
         if isinstance(layer, NllbMoeExperts):
             layer.forward = functools.partial(_sum_experts, layer)
+        if isinstance(layer, ProphetNetNgramSelfAttention):
+            layer.get_predict_relative_pos_embeddings = functools.partial(_distance_biases, layer)
     for parameter_name, parameter in model.named_parameters():
         if "embed_positions" in parameter_name and kind in _WITH_SINUSOIDS:
             continue
@@ -76,6 +82,25 @@ def source_directory(
         stray = {"model.encoder.embed_tokens.weight": model.get_output_embeddings().weight.data}
         save_file(load_file(path) | stray, path)
     return directory, model
+
+
+def _distance_biases(
+    attention: Any,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    buckets: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the biases of the states that predict, because transformers confuses heads and tokens of a prompt."""
+    if buckets is None:
+        # Distances to tokens before a single one.
+        sees = torch.arange(weights.shape[-1]) - positions[0, 0]
+        sizes = attention.num_buckets, attention.relative_max_distance
+        buckets = compute_relative_buckets(*sizes, sees)[None, None]
+    shape = (attention.num_buckets, attention.num_attn_heads)
+    biases = attention.relative_pos_embeddings(x.transpose(1, 2)).unflatten(-1, shape)
+    biases = biases.permute(0, 1, 4, 2, 3)
+    return biases.gather(-1, buckets.long()[:, None, None].expand(*biases.shape[:-1], -1))
 
 
 def _sum_experts(

@@ -206,6 +206,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # The second layer's blocks begin in the middle of those of the first.
         _BART_SIZES | {"max_position_embeddings": 128, "num_global_tokens": 3, "block_size": 8},
     ),
+    "prophetnet": (
+        "ProphetNet",
+        # transformers has caches only for as many layers as the encoder has.
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "num_encoder_layers": 3,
+            "num_decoder_layers": 2,
+            "num_encoder_attention_heads": 4,
+            "num_decoder_attention_heads": 6,
+            "encoder_ffn_dim": 80,
+            "decoder_ffn_dim": 96,
+            "max_position_embeddings": 129,
+            "num_buckets": 8,
+            "relative_max_distance": 20,
+            "decoder_start_token_id": 3,
+        },
+    ),
     "blenderbot": ("Blenderbot", _BART_SIZES),
     "plbart": ("PLBart", _BART_SIZES | {"max_position_embeddings": 128}),
     # Encoder, decoder and output projection have tables of their own.

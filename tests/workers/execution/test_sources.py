@@ -39,7 +39,7 @@ BACKENDS = {
     },
 }
 
-IN_TORCH = {"global-longt5", "led", "pegasus_x", "switch"}
+IN_TORCH = {"global-longt5", "led", "pegasus_x", "prophetnet", "switch"}
 """The models that native programs do not compute."""
 
 

@@ -15,3 +15,19 @@ class RelativeBiasSpec(msgspec.Struct, frozen=True):
     rank: int
     max_distance: int
     bound: float = 0.0
+
+
+class PredictedStreamSpec(msgspec.Struct, frozen=True):
+    """A second hidden state of each token, which predicts the next one (ProphetNet, arXiv 2001.04063).
+
+    Both have heads of `head_dim` elements, and share keys and values, so that the model has twice as many query heads
+    as key/value heads. A head projects a state to a bias for each of `num_buckets` ranges of distances to the key.
+    Distances from `max_distance` on are in the last one. In training, there were states for the next `num_predicted`
+    tokens, but only that of the next one is computed.
+    """
+
+    head_dim: int
+    num_buckets: int
+    max_distance: int
+    num_predicted: int
+    num_streams: int = 2

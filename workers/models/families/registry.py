@@ -60,6 +60,7 @@ _MODULES: Final = (
     "with_encoders.t5",
     "with_encoders.joined",
     "with_encoders.mixtures",
+    "with_encoders.prophetnet",
     "with_encoders.speech",
     "with_encoders.pre_normed",
     "with_convolutions.inkling",

@@ -114,6 +114,11 @@ class TokenEmbedding:
             self._global_GD = weights.read(
                 "embed_global.weight", spec.num_global_tokens, spec.hidden_size
             )
+        self._stream_D: Tensor | None = None
+        if (predicted := spec.predicted_stream) is not None:
+            shape = predicted.num_predicted, spec.hidden_size
+            # That of the next token is the last one.
+            self._stream_D = weights.read("embed_stream.weight", *shape)[-1]
         self._streams: Streams | None = None
         if spec.altup is not None:
             self._streams = Streams(spec, spec.altup, weights, "altup_projections", source.kernels)
@@ -154,7 +159,7 @@ class TokenEmbedding:
         is_projected = self._spec.joins_neighbors or self._spec.has_narrow_head
         return x_TD if self._projection is None or is_projected else self._projection(x_TD)
 
-    def expand(self, x_TD: Tensor) -> Tensor:
+    def expand(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """Return the hidden states that the first layer reads: the embeddings, or the streams made of them.
 
         Global tokens, if there are any, are the first rows.
@@ -163,6 +168,11 @@ class TokenEmbedding:
             return self._streams.expand(x_TD)
         if self._global_GD is not None:
             return torch.cat((self._global_GD, x_TD))
+        if self._stream_D is not None:
+            assert self._positions_PD is not None and self._norm is not None
+            following_T = positions_T + self._spec.position_offset + 1
+            second_TD = F.embedding(following_T, self._positions_PD) + self._stream_D
+            return torch.cat((x_TD, self._norm(second_TD)), 1)
         if self._spec.num_streams:
             return x_TD.repeat(1, self._spec.num_streams)
         return x_TD
