@@ -115,6 +115,10 @@ class NativeDecoder:
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not support dummy weights")
         check_supported(spec)
+        if kept_layers and spec.hyper_connections is not None and not spec.hyper_connections.rank:
+            raise NotSupportedNatively(
+                "the native CPU backend does not support heads that read means of streams"
+            )
         has_encoder = spec.source is not None and spec.source.encoder is not None
         if has_encoder and shard.tensor_parallel.size > 1:
             raise NotSupportedNatively(

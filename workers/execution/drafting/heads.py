@@ -73,7 +73,7 @@ def load_head(
         kind = LayeredHead
     elif layout.block_size:
         kind = BlockHead
-        # Native programs have no operations for convolutions over blocks and for delayed connections.
+        # Native programs have no operations for convolutions over blocks, nor for some hyper-connections.
         in_torch = (
             in_torch
             or layout.spec.hyper_connections is not None

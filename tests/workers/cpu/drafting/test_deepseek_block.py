@@ -1,9 +1,11 @@
-"""The DSpark head of DeepSeek-V4.1 proposes the drafts of its description, and changes no token."""
+"""The DSpark heads of DeepSeek-V4 and V4.1 propose the drafts of their descriptions, and change no token."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import CheckpointError
 from support.drafts.deepseek_block import save_deepseek_block
+from support.drafts.deepseek_v4_block import save_deepseek_v4_block
 from support.families.published.mixtures.deepseek_v4_1 import save_deepseek_v4_1
 from support.workers.native_decoders import BLOCK_SIZE
 from support.workers.worker_steps import Steps
@@ -24,9 +27,10 @@ def steps_of(path: Path) -> Steps:
     return Steps(path, VOCAB_SIZE, BLOCK_SIZE, speculative=speculative)
 
 
-def test_drafts_are_those_of_the_description(tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [save_deepseek_block, save_deepseek_v4_block])
+def test_drafts_are_those_of_the_description(tmp_path: Path, save: Callable[[Path], Any]) -> None:
     """This also holds after a prompt in two parts, wrong drafts, and correct drafts that the test inserts."""
-    model, head = save_deepseek_block(tmp_path)
+    model, head = save(tmp_path)
     steps = steps_of(tmp_path)
 
     def following(tokens: list[int]) -> int:

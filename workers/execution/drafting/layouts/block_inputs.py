@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....loaders import Checkpoint
@@ -14,9 +15,13 @@ def block_fields(checkpoint: Checkpoint) -> ConfigFields:
     return fields.with_values(fields.section_or_empty("text_config").config)
 
 
+_DEEPSEEK_4_1: Final = "DeepseekV41ForCausalLM"
+_DEEPSEEK: Final = ("DeepseekV4ForCausalLM", _DEEPSEEK_4_1)
+
+
 def is_deepseek(fields: ConfigFields) -> bool:
-    """Return whether the head is stored with a DeepSeek-V4.1."""
-    return fields.get("architectures") == ["DeepseekV41ForCausalLM"]
+    """Return whether the head is stored with a DeepSeek-V4 or V4.1."""
+    return any(name in _DEEPSEEK for name in fields.texts("architectures"))
 
 
 def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:
@@ -26,10 +31,12 @@ def read_block_inputs(fields: ConfigFields, num_layers: int) -> Sequence[int]:
         CheckpointError: The config names layers that the model does not have.
     """
     own = fields.first_section("dflash_config")
+    # Other configs count the outputs of layers, each of which is the input of the next one.
+    reads_inputs = _DEEPSEEK_4_1 in fields.texts("architectures")
     name, read, offset = "target_layer_ids", own.get("target_layer_ids"), 1
     for other in ("target_layer_ids", "dspark_target_layer_ids"):
         if read is None:
-            name, read, offset = other, fields.get(other), int(not is_deepseek(fields))
+            name, read, offset = other, fields.get(other), int(not reads_inputs)
     if read is None:
         # The config of the library Speculators counts the hidden states, beginning with the embedding.
         name, read, offset = (

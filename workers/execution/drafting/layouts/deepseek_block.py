@@ -1,11 +1,12 @@
-"""The layout of the DSpark head of DeepSeek-V4.1, which is stored with the model as `mtp`.
+"""The layout of the DSpark heads of DeepSeek-V4 and V4.1, which are stored with the model as `mtp`.
 
-Its layers are those of the model without entries: attention to a window, delayed hyper-connections and experts. It
-reads the mean of the model's streams before some layers.
+The layers are those of the model without entries: attention to a window, hyper-connections and experts. A head reads
+the mean of the model's streams before or after some layers.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -20,13 +21,13 @@ from .head_layout import HeadLayout, headless, read_mask_token
 _PARTS: Final = (
     (r"^mtp\.0\.main_proj\.", "projection."),
     (r"^mtp\.0\.main_norm\.", "hidden_norm."),
-    (r"^mtp\.\d+\.markov_head\.embed\.", "markov.vectors."),
-    (r"^mtp\.\d+\.markov_head\.head\.", "markov.matrix."),
+    (r"^mtp\.\d+\.markov_head\.(embed|markov_w1)\.", "markov.vectors."),
+    (r"^mtp\.\d+\.markov_head\.(head|markov_w2)\.", "markov.matrix."),
 )
 
 
 def read_deepseek_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of the head in the checkpoint of a DeepSeek-V4.1.
+    """Return the layout of the head in the checkpoint of a DeepSeek-V4 or V4.1.
 
     Raises:
         CheckpointError: A field of the config is wrong, or the checkpoint has no such head.
@@ -43,12 +44,16 @@ def read_deepseek_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout
     ):
         name = "dspark_target_layer_ids"
         raise fields.wrong(name, "layers without embeddings of n-grams", fields.get(name))
-    count = fields.layer_count("num_nextn_predict_layers")
+    found = (re.match(r"mtp\.(\d+)\.", name) for name in checkpoint.names())
+    count = 1 + max(int(match[1]) for match in found if match)
     of_layers: dict[str, Any] = dict(fields.config) | {
         "text_config": None,
         "num_hidden_layers": count,
         "num_nextn_predict_layers": 0,
         "compress_ratios": [0] * count,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "num_hash_layers": 0,
         "kv_source_layer_ids": [],
         "index_source_layer_ids": [],
         "candidate_source_layer_id": -1,
@@ -65,7 +70,7 @@ def read_deepseek_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout
         tensor_names=(
             (r"^(?!mtp\.).*", ""),
             (r"^mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\..*", ""),
-            (rf"^mtp\.{count - 1}\.norm\.", "norm."),
+            (rf"^mtp\.{count - 1}\.(norm\.|hc_head_)", r"\1"),
             (r"^mtp\.(\d+)\.", r"layers.\1."),
             *spec.tensor_names,
         ),

@@ -60,11 +60,12 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
         if hyper is not None or target.attention_residuals is not None:
             return ()
         name = None
-    # With attention residuals, it reads the sum to which the last block was added, as in Kimi K3. With delayed
-    # connections it reads means of streams, as in DeepSeek-V4.1.
+    # With attention residuals, it reads the sum to which the last block was added, as in Kimi K3. With
+    # hyper-connections it reads means of streams, as in DeepSeek-V4.
     residuals, hyper = target.attention_residuals, target.hyper_connections
     has_sums = residuals is not None and not residuals.norms_values
-    if target.num_streams and not has_sums and not (hyper is not None and hyper.delayed):
+    has_means = hyper is not None and not hyper.rank
+    if target.num_streams and not has_sums and not has_means:
         raise ConfigError(NEEDS_ONE_STREAM.format(speculative.method.value))
     if name is None:
         return (count,)
