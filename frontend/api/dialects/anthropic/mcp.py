@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import json
 from msgspec.structs import replace
 
-from ....http.errors import APIError, bad_request, internal_error, json_response
+from ....http.errors import APIError, bad_request, internal_error, json_response, wrong
 from ....http.routing import Asgi
 from ...bodies.disconnection import while_connected
 from ...bodies.request_memory import MemoryLease
@@ -46,6 +46,8 @@ class McpMessages(Messages):
             return await super()._translate(body, size)
         if body.max_tokens is None:
             raise bad_request("max_tokens", "is required")
+        if body.max_tokens < 1:
+            raise wrong("max_tokens", "at least 1 with mcp_servers", body.max_tokens)
         if body.kv_transfer_params:
             raise bad_request("kv_transfer_params", "cannot be combined with mcp_servers")
         return McpMessagesPrompt(model=body.model, stream=body.stream, messages=[], body=body)

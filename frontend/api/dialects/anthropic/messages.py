@@ -21,7 +21,7 @@ from ...schema import ChatCompletionRequest
 from ...schema.anthropic import MessagesRequest
 from ...streaming.event_stream import StreamFormat
 from ..dialect import BlockChunks, CallCollector, decode_input
-from .request import translate_messages
+from .request import MessagesPrompt, translate_messages
 
 PATH: Final = "/v1/messages"
 
@@ -93,6 +93,10 @@ class MessagesAnswer(ChatAnswer):
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
         [output] = outputs
+        if isinstance(self.request, MessagesPrompt) and self.request.only_computes_prompt:
+            counts = self.token_counts() | {"output_tokens": 0}
+            ending = {"stop_reason": "max_tokens", "usage": counts}
+            return self.message([]) | ending | self.transfer()
         message = self.choices[0].read(output)
         blocks: list[Json] = []
         for kind, text in (("thinking", message.reasoning), ("text", message.content)):
@@ -101,8 +105,8 @@ class MessagesAnswer(ChatAnswer):
         for call in CallCollector().add(message.tool_calls, is_end=True):
             found = {"id": call.id, "name": call.name, "input": decode_input(call.arguments)}
             blocks.append(_block("tool_use") | found)
-        counts = {"usage": self.token_counts()}
-        return self.message(blocks) | self.ending(output) | counts | self.transfer()
+        usage = {"usage": self.token_counts()}
+        return self.message(blocks) | self.ending(output) | usage | self.transfer()
 
     def chunks(self) -> MessageChunks:
         """Return the encoder of a stream."""

@@ -62,7 +62,12 @@ _SUMMARY: Final = "Summary of the conversation before this message:"
 
 
 class MessagesPrompt(AgentChat, kw_only=True):
-    """A chat completion request from Anthropic's API."""
+    """A chat completion request from Anthropic's API.
+
+    If `only_computes_prompt`, the prompt is computed for later requests that begin with it, and the answer is empty.
+    """
+
+    only_computes_prompt: bool = False
 
     def sent_name(self, name: str) -> str:
         """Return the name of a field in Anthropic's API."""
@@ -85,6 +90,9 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         raise bad_request("thread", problem, code="thread_unsupported_request")
     if body.max_tokens is not None and body.max_tokens < 0:
         raise wrong("max_tokens", "at least 0", body.max_tokens)
+    only_computes_prompt = body.max_tokens == 0
+    if only_computes_prompt and body.stream:
+        raise bad_request("stream", "must be false if max_tokens is 0, because the answer is empty")
     known = {"messages": [_with_known_blocks(message) for message in body.messages]}
     given = read_part(known, Conversation).messages
     deferred = _deferred_tools(body)
@@ -102,7 +110,9 @@ def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
         loaded_tools=frozenset(loaded),
         model=body.model,
         messages=messages,
-        max_tokens=body.max_tokens,
+        # A prompt is computed for its first token.
+        max_tokens=1 if only_computes_prompt else body.max_tokens,
+        only_computes_prompt=only_computes_prompt,
         stream=body.stream,
         stop=body.stop_sequences or None,
         temperature=body.temperature,

@@ -248,3 +248,24 @@ def test_claude_stores_lists_and_deletes_files(claude: anthropic.Anthropic) -> N
         files.retrieve_metadata(first.id)
     with pytest.raises(anthropic.BadRequestError, match="expires_in_seconds must be between"):
         files.upload(file=("a", b"a"), expires_in_seconds=1)
+
+
+def test_claude_computes_a_prompt_without_an_answer(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    fields = options(frontend, ANSWER)
+    full = claude.messages.create(**fields)
+    empty = claude.messages.create(**fields | {"max_tokens": 0})
+    assert (empty.content, empty.stop_reason, empty.stop_sequence) == ([], "max_tokens", None)
+    usage = empty.usage
+    assert (usage.input_tokens, usage.output_tokens) == (full.usage.input_tokens, 0)
+    for extra, problem in (
+        ({"stream": True}, "stream must be false if max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
+    ):
+        body = fields | {"max_tokens": 0} | extra
+        answer = frontend.http.post("/v1/messages", json=body, headers={"x-api-key": KEY})
+        assert (answer.status_code, answer.json()["error"]["message"][: len(problem)]) == (
+            400,
+            problem,
+        )

@@ -396,6 +396,7 @@ def test_messages_choose_tools_of_servers(
             "tools[0].mcp_server_name",
         ),
         ({"kv_transfer_params": {"do_remote_decode": True}}, 400, "kv_transfer_params"),
+        ({"max_tokens": 0}, 400, "max_tokens must be at least 1 with mcp_servers, got 0"),
     ],
 )
 def test_servers_of_messages_must_be_known(
