@@ -19,7 +19,7 @@ def warm_up_request(model: ModelConfig) -> SequenceRequest:
     inputs: list[EncoderInput] = []
     if (audio := model.audio) is not None and audio.added is not None:
         num_frames = audio.strides[0]
-        silence = bytes(4 * num_frames * audio.num_mel_bins)
+        silence = bytes(4 * num_frames * max(audio.num_mel_bins, 1))
         item = encoder_source(AudioPayload(audio.num_mel_bins, num_frames, silence), 1)
         inputs.append(msgspec.structs.replace(item, num_tokens=1))
     elif audio is not None:

@@ -16,6 +16,7 @@ from ...protocol.checkpoint.audio.tower import (
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf_config.mmproj.audio import LFM2_PLACEHOLDERS, PLACEHOLDERS
 from ...protocol.checkpoint.gguf_config.mmproj.fields import Mmproj
+from ...protocol.checkpoint.speech import ADDED_KINDS
 from ...protocol.config.chat_audio import (
     ChatAudioConfig,
     ClipMarks,
@@ -23,7 +24,6 @@ from ...protocol.config.chat_audio import (
     SpeechFormat,
     TimeMarks,
 )
-from ...protocol.config.model import SpeechKind
 from ...protocol.errors import CheckpointError
 from ..media.transcription.languages import LANGUAGE_NAMES
 from ..media.transcription.omniasr import omniasr_languages
@@ -189,7 +189,7 @@ def read_chat_audio(
         CheckpointError: A field is missing or invalid.
     """
     kind, section = config.text("model_type", ""), audio_section(config)
-    if not has_audio_tower(config) or kind == SpeechKind.VOXTRAL_REALTIME:
+    if not has_audio_tower(config) or kind in ADDED_KINDS:
         return None
     if not path.is_dir() and mmproj is None:
         return None

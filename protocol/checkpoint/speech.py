@@ -7,8 +7,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from ..config.audio.codec import CodecSpec
 from ..config.audio.tower import CausalSpec
 from ..config.model import AddedAudioConfig, AudioProcessorConfig, SpeechKind
+from .audio.codecs import kyutai_fields
 from .audio.fields import read_token
 from .audio.processors import (
     bert_processor,
@@ -41,7 +43,10 @@ from .source_text import (
 )
 
 _SPEECH: Final = frozenset(SpeechKind)
-_CROSS_ATTENTION: Final = _SPEECH - {SpeechKind.VOXTRAL_REALTIME} - WRITING
+ADDED_KINDS: Final = frozenset({SpeechKind.VOXTRAL_REALTIME, SpeechKind.KYUTAI})
+"""Kinds of models whose tokens have outputs of the encoder added."""
+
+_CROSS_ATTENTION: Final = _SPEECH - ADDED_KINDS - WRITING
 SEAMLESS: Final = (SpeechKind.SEAMLESS, SpeechKind.SEAMLESS_2)
 _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
@@ -91,6 +96,8 @@ def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
     if (foreign := find_foreign_encoder(fields)) is not None:
         return fields.with_values(foreign.read_fields(fields))
     kind = fields.text("model_type", "")
+    if kind == SpeechKind.KYUTAI:
+        return kyutai_fields(fields)
     if kind in SOURCE_TEXT:
         return with_source_text_fields(fields)
     if kind not in _CROSS_ATTENTION:
@@ -300,7 +307,8 @@ def _voxtral_realtime(
     rate, hop = 16_000, 160
     needed = {"sampling_rate": rate, "hop_length": hop, "n_fft": 400, "global_log_mel_max": 1.5}
     processor.require_all(**needed, feature_size=spec.num_mel_bins)
-    num_prompt = _REALTIME_TOKENS_BEFORE + spec.delay
+    num_prompt, size = _REALTIME_TOKENS_BEFORE + spec.delay, spec.frames_per_output * hop
+    num_after = spec.delay + 1 + _REALTIME_TOKENS_AFTER
     return AudioProcessorConfig(
         kind=SpeechKind.VOXTRAL_REALTIME,
         num_mel_bins=spec.num_mel_bins,
@@ -314,11 +322,45 @@ def _voxtral_realtime(
         start_token_id=0,
         prompt=("<s>", *(_REALTIME_PAD,) * num_prompt),
         added=AddedAudioConfig(
-            num_before=_REALTIME_TOKENS_BEFORE,
-            num_after=spec.delay + 1 + _REALTIME_TOKENS_AFTER,
-            samples_per_output=spec.frames_per_output * hop,
+            samples_before=_REALTIME_TOKENS_BEFORE * size,
+            # An output is filled.
+            samples_after=num_after * size + size - 1,
+            samples_per_output=size,
             outputs_per_part=CAUSAL_PART,
             marks=(_REALTIME_PAD, "[STREAMING_WORD]"),
+        ),
+    )
+
+
+def _kyutai(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    spec = audio_tower_spec(config, config.integer("hidden_size", 2048))
+    assert isinstance(spec, CodecSpec)
+    rate = config.required_section("codec_config").integer("sampling_rate", 24_000)
+    processor.require_all(sampling_rate=rate, feature_size=1, chunk_length_s=None)
+    before, delay = (
+        processor.number(f"audio_{name}_seconds", 0.0) for name in ("silence_prefix", "delay")
+    )
+    size = spec.frames_per_output
+    return AudioProcessorConfig(
+        kind=SpeechKind.KYUTAI,
+        num_mel_bins=0,
+        sampling_rate=rate,
+        hop_length=1,
+        chunk_seconds=_REALTIME_SECONDS,
+        strides=(size,),
+        kernels=(1,),
+        paddings=(0,),
+        max_source_positions=CAUSAL_PART,
+        start_token_id=spec.prompt_token,
+        added=AddedAudioConfig(
+            samples_before=int(before * rate),
+            # The last output is that of the last token, which nothing reads.
+            samples_after=int((delay + 1.0) * rate) + size,
+            samples_per_output=size,
+            outputs_per_part=CAUSAL_PART,
+            marks=(),
         ),
     )
 
@@ -333,6 +375,7 @@ _READERS: Final = {
         processor, with_decoder_fields(config), generation
     ),
     SpeechKind.VOXTRAL_REALTIME: _voxtral_realtime,
+    SpeechKind.KYUTAI: _kyutai,
     **dict.fromkeys(WRITING, parakeet_processor),
     SpeechKind.GRANITE_CTC: granite_processor,
     SpeechKind.WAV2VEC2_BERT: bert_processor,

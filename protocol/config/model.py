@@ -180,8 +180,7 @@ class SpeechKind(enum.StrEnum):
     """The kind of a speech model, which determines the decoder's prompt.
 
     Whisper's prompt has tokens for language and task; Moonshine's is a single start token. Only the language changes
-    Cohere Transcribe's, and the languages of speech and text change Canary's. Voxtral Realtime's is always the same.
-    Parakeet, Granite Speech 5, wav2vec 2.0 and its successors have no decoder that reads a prompt.
+    Cohere Transcribe's, and the languages of speech and text change Canary's. Others never change, or do not exist.
     """
 
     WHISPER = "whisper"
@@ -191,6 +190,7 @@ class SpeechKind(enum.StrEnum):
     COHERE = "cohere_asr"
     CANARY = "canary"
     VOXTRAL_REALTIME = "voxtral_realtime"
+    KYUTAI = "kyutai_speech_to_text"
     PARAKEET_CTC = "parakeet_ctc"
     PARAKEET_RNNT = "parakeet_rnnt"
     PARAKEET_TDT = "parakeet_tdt"
@@ -217,22 +217,23 @@ class AddedAudioConfig(msgspec.Struct, frozen=True):
     """The places of the outputs of an audio clip that are added to all tokens, one to each.
 
     Attributes:
-        num_before: The outputs of the silence before the clip.
-        num_after: The outputs of the silence after it.
+        samples_before: The samples of the silence before the clip.
+        samples_after: The samples of the silence after it, of which the last output may not need all.
         samples_per_output: The number of samples of an output.
         outputs_per_part: The maximum number of outputs of an encoder input.
         marks: The tokens that are not text.
     """
 
-    num_before: int
-    num_after: int
+    samples_before: int
+    samples_after: int
     samples_per_output: int
     outputs_per_part: int
     marks: tuple[str, ...]
 
     def num_outputs(self, num_samples: int) -> int:
         """Return the number of outputs of a clip and the silence around it."""
-        return self.num_before + -(-num_samples // self.samples_per_output) + self.num_after
+        num_samples += self.samples_before + self.samples_after
+        return num_samples // self.samples_per_output
 
 
 class AudioProcessorConfig(msgspec.Struct, frozen=True):

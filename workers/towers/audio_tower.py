@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.config.audio.codec import CodecSpec
 from ...protocol.config.audio.conformer_layers import CtcConformerSpec
 from ...protocol.config.audio.samples import FrameSpec, SamplesSpec, StreamingSpec, WaveSpec
 from ...protocol.config.audio.tower import (
@@ -34,7 +35,7 @@ from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import causal
+from .audio import causal, codec
 from .audio.conformer import Conformer
 from .audio.ctc_conformer import CtcConformer
 from .audio.fast_conformer import FastConformer
@@ -66,6 +67,9 @@ class AudioTower:
     def __init__(self, spec: AnyAudioSpec, source: TowerSource) -> None:
         self.spec = spec
         self._device, self._dtype = source.device, source.dtype
+        if isinstance(spec, CodecSpec):
+            # Rounded samples would have other codes.
+            self._dtype = torch.float32
         self._num_threads = source.num_threads
         self._encode = _ENCODERS[type(spec)](spec, source)
 
@@ -82,7 +86,7 @@ class AudioTower:
                 outputs_KD = self._encode(features_CN, clip.window, clip.num_outputs)
             elif isinstance(self._encode, WaveEncoders):
                 outputs_KD = self._encode(features_CN, clip.window)
-            elif isinstance(self._encode, causal.CausalEncoder):
+            elif isinstance(self._encode, causal.CausalEncoder | codec.CodecEncoder):
                 outputs_KD, _ = self._encode(features_CN, None)
             else:
                 outputs_KD = self._encode(features_CN)
@@ -90,14 +94,14 @@ class AudioTower:
 
     @torch.inference_mode()
     def encode_next(
-        self, data: bytes, state: causal.CausalState | None
-    ) -> tuple[Tensor, causal.CausalState]:
+        self, data: bytes, state: Any
+    ) -> tuple[Tensor, causal.CausalState | codec.CodecState]:
         """Return the embeddings for the next part of a clip, and the state after it. `state` is None for the first.
 
         Raises:
             EngineError: The data are invalid, which a correct frontend never sends.
         """
-        assert isinstance(self._encode, causal.CausalEncoder)
+        assert isinstance(self._encode, causal.CausalEncoder | codec.CodecEncoder)
         _, features_CN = self._read(data)
         if features_CN.shape[1] % self._encode.frames_per_output:
             raise EngineError(f"a part of a clip has {features_CN.shape[1]} frames")
@@ -376,11 +380,16 @@ def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> La
 
 
 _Encoder: TypeAlias = (
-    Callable[[Tensor], Tensor] | _WhisperTower | WaveEncoders | causal.CausalEncoder
+    Callable[[Tensor], Tensor]
+    | _WhisperTower
+    | WaveEncoders
+    | causal.CausalEncoder
+    | codec.CodecEncoder
 )
 _ENCODERS: Final[dict[type, Callable[[Any, TowerSource], _Encoder]]] = {
     AudioTowerSpec: _WhisperTower,
     CausalSpec: causal.CausalEncoder,
+    CodecSpec: codec.CodecEncoder,
     ConformerSpec: Conformer,
     CtcConformerSpec: CtcConformer,
     FastConformerSpec: FastConformer,

@@ -34,22 +34,23 @@ class AddedClip:
         self._num_samples = 0
         self.num_outputs = 0
         # Frames are centered. So half of the first one precedes the silence before the clip.
-        num_silent = WINDOW // 2 + added.num_before * added.samples_per_output
+        num_silent = added.samples_before + (WINDOW // 2 if audio.num_mel_bins else 0)
         self._kept = np.zeros(num_silent, np.float32)
+        # The last frame of an output ends with the first samples of the next.
+        self._shared = WINDOW - HOP if audio.num_mel_bins else 0
 
     def append(self, samples: Float32Array) -> list[EncoderInput]:
         """Return the inputs that are complete with the next samples of the clip."""
         self._num_samples += len(samples)
         self._kept = np.concatenate((self._kept, samples))
-        # The last frame of an output ends with the first samples of the next.
-        num_outputs = (len(self._kept) - (WINDOW - HOP)) // self._added.samples_per_output
+        num_outputs = (len(self._kept) - self._shared) // self._added.samples_per_output
         return list(self._take(max(num_outputs, 0)))
 
     def finish(self) -> list[EncoderInput]:
         """Return the inputs that are complete with the silence after the clip."""
         added = self._added
         missing = added.num_outputs(self._num_samples) - self.num_outputs
-        num_needed = missing * added.samples_per_output + WINDOW - HOP
+        num_needed = missing * added.samples_per_output + self._shared
         self._kept = np.pad(self._kept, (0, max(0, num_needed - len(self._kept))))
         return list(self._take(missing))
 
@@ -58,8 +59,11 @@ class AddedClip:
         size = self._added.samples_per_output
         while num_outputs:
             count = min(num_outputs, self._added.outputs_per_part)
-            features = framed_log_mel(self._kept[: count * size + WINDOW - HOP], self._num_mel_bins)
-            payload = AudioPayload(self._num_mel_bins, features.shape[1], float32_bytes(features))
+            features = self._kept[: count * size + self._shared]
+            if self._num_mel_bins:
+                features = framed_log_mel(features, self._num_mel_bins)
+            num_frames = features.shape[-1]
+            payload = AudioPayload(self._num_mel_bins, num_frames, float32_bytes(features))
             data = _encoder.encode(payload)
             self._hash = sha256(self._hash + data).digest()
             yield EncoderInput(self.num_outputs, count, self._hash, count, data)

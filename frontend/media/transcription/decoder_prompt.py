@@ -27,13 +27,15 @@ class DecoderPrompts:
         self.audio = audio
         self._tokenizer = tokenizer
         self.max_model_len = model.max_model_len
-        self._end_token_id = min(model.eos_token_ids, default=0)
+        self._end_token_id = min(model.eos_token_ids, default=-1)
         self.has_timestamps = audio.no_timestamps_token_id >= 0
         self.first_timestamp_id = (
             audio.no_timestamps_token_id + 1 if self.has_timestamps else model.vocab_size
         )
         marks = () if audio.added is None else audio.added.marks
         self._mark_ids = frozenset(map(tokenizer.token_to_id, marks))
+        if audio.added is not None:
+            self._mark_ids |= tokenizer.special_ids
 
     @property
     def end_token_id(self) -> int:
@@ -157,7 +159,7 @@ class DecoderPrompts:
             audio.suppressed_token_ids,
             audio.begin_suppressed_token_ids,
             self.first_timestamp_id if has_timestamps and self.has_timestamps else 0,
-            self._end_token_id,
+            max(self._end_token_id, 0),
             audio.max_initial_timestamp,
         )
         return SamplingParams(

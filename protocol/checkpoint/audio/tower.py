@@ -7,6 +7,7 @@ from typing import Final
 
 from ...config.audio.tower import AnyAudioSpec
 from ..config_fields import ConfigFields
+from .codecs import codec_spec
 from .conformers import conformer_spec, frames_spec, gemma3n_spec, gemma4_spec
 from .convolutions import wave_spec
 from .memory import memory_spec, published_memory_spec
@@ -47,6 +48,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyAudioSp
     "glmasr": glm_asr_spec,
     "granite_speech": conformer_spec,
     "granite_speech_plus": conformer_spec,
+    "kyutai_speech_to_text": codec_spec,
     "lfm2_audio": lfm2_audio_spec,
     "meralion2": meralion_spec,
     "midashenglm": patches_spec,
@@ -74,6 +76,7 @@ _SECTIONS: Final = {
     "fireredasr2": "audio_encoder_conf",
     "funasr": "audio_encoder_conf",
     "granite": "encoder_config",
+    "kyutai": "codec_config",
     "midashenglm": "audio_encoder_config",
     "vibevoice": "acoustic_tokenizer_encoder_config",
 }

@@ -7,6 +7,7 @@ import msgspec
 from ..query_former import QueryFormerSpec
 from ..token_decoders import CtcSpec, TransducerSpec
 from .bases import LayeredSpec, UnpaddedSpec
+from .codec import CodecSpec
 from .conformer_layers import ConformerLayers, CtcConformerSpec
 from .samples import FrameSpec, SamplesSpec, StreamingSpec, WaveSpec
 
@@ -416,4 +417,8 @@ AnyAudioSpec: TypeAlias = (
     | WaveSpec
     | StreamingSpec
     | CausalSpec
+    | CodecSpec
 )
+
+ADDED_SPECS: Final = (CausalSpec, CodecSpec)
+"""Encoders whose outputs are added to all tokens. They read clips in parts, one after another."""

@@ -12,6 +12,7 @@ from ....protocol.encoder_inputs.inputs import EncoderInput
 # Few models read audio clips in parts.
 if TYPE_CHECKING:
     from ...towers.audio.causal import CausalState
+    from ...towers.audio.codec import CodecState
     from ...towers.audio_tower import AudioTower
 
 
@@ -23,7 +24,7 @@ class ClipParts:
 
     def __init__(self, tower: AudioTower) -> None:
         self._tower = tower
-        self._states: dict[bytes, CausalState] = {}
+        self._states: dict[bytes, CausalState | CodecState] = {}
 
     def encode(self, parts: Sequence[EncoderInput], index: int) -> torch.Tensor:
         """Return the outputs of one of the parts of a clip.

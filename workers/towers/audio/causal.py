@@ -132,15 +132,31 @@ class _Layer:
             linear(x_PD).unflatten(1, (-1, head_dim))
             for linear in (self._query, self._key, self._value)
         )
-        q_HPK = rotation.apply(q).transpose(0, 1)
-        own = torch.stack((rotation.apply(k), v)).transpose(1, 2)
-        keys_values = torch.cat((before, own), 2)
-        rows = torch.arange(keys_values.shape[2], device=x_PD.device)
-        distance = rows[before.shape[2] :, None] - rows
-        is_seen = (distance >= 0) & (distance < window)
-        out_HPK = F.scaled_dot_product_attention(
-            q_HPK, keys_values[0], keys_values[1], attn_mask=is_seen
-        )
-        # A copy, because a view would keep all rows.
-        kept = keys_values[:, :, max(0, len(rows) - window + 1) :].clone()
+        out_HPK, kept = attend_window(q, k, v, before, rotation, window)
         return self._output(out_HPK.transpose(0, 1).flatten(1)), kept
+
+
+def attend_window(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, rotation: PatchRotation, window: int
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output [H, P, K] of rows within a window, and the keys and values that later rows read.
+
+    Args:
+        q: The queries [P, H, K], which are rotated.
+        k: The keys.
+        v: The values.
+        before: The keys and values [2, H, R, K] of earlier rows.
+        rotation: The rotation of queries and keys.
+        window: The number of rows up to itself that a row attends to.
+    """
+    q_HPK = rotation.apply(q).transpose(0, 1)
+    own = torch.stack((rotation.apply(k), v)).transpose(1, 2)
+    keys_values = torch.cat((before, own), 2)
+    rows = torch.arange(keys_values.shape[2], device=q.device)
+    distance = rows[before.shape[2] :, None] - rows
+    is_seen = (distance >= 0) & (distance < window)
+    out_HPK = F.scaled_dot_product_attention(
+        q_HPK, keys_values[0], keys_values[1], attn_mask=is_seen
+    )
+    # A copy, because a view would keep all rows.
+    return out_HPK, keys_values[:, :, max(0, len(rows) - window + 1) :].clone()

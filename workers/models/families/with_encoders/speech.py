@@ -108,6 +108,13 @@ _SPEECHT5_NAMES: Final = (
     (r"\.feed_forward\.output_dense\.", ".fc2."),
     *BART_LAYER_NAMES,
 )
+_KYUTAI_NAMES: Final = (
+    (r"^codec_model\..*", ""),
+    (r"\.embed_tokens\.embed_tokens\.", ".embed_tokens."),
+    (r"_proj\.linear\.", "_proj."),
+    (r"\.mlp\.fc1\.", ".mlp.gate_up_proj."),
+    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+)
 _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
 _MOONSHINE_DECODER_NAMES: Final = (
     (r"^proj_out\.", "lm_head."),
@@ -380,6 +387,15 @@ def _voxtral_realtime(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _kyutai(fields: ConfigFields) -> ModelSpec:
+    spec = mistral(fields.with_defaults(rope_theta=1e4, hidden_act="silu"))
+    return replace(
+        spec,
+        num_unused_embeddings=fields.integer("num_unused_embeddings"),
+        tensor_names=(*_KYUTAI_NAMES, *spec.tensor_names),
+    )
+
+
 def with_delay(spec: ModelSpec, tower: CausalSpec) -> ModelSpec:
     """Return the decoder of Voxtral Realtime, whose MLPs read hidden states with factors that depend on the delay."""
     norm = r"post_attention_layernorm\.weight$"
@@ -414,6 +430,7 @@ FAMILIES = (
     Family("UniSpeechForCTC", "unispeech", _token_writer),
     Family("UniSpeechSatForCTC", "unispeech-sat", _token_writer),
     Family("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime", _voxtral_realtime),
+    Family("KyutaiSpeechToTextForConditionalGeneration", "kyutai_speech_to_text", _kyutai),
     Family("Wav2Vec2ForCTC", "wav2vec2", _token_writer),
     Family("WhisperForConditionalGeneration", "whisper", _whisper),
 )
