@@ -17,6 +17,9 @@ from .classification import CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX
 
 _CLASSIFIERS: Final = (CLASSIFIER_SUFFIX, TOKEN_CLASSIFIER_SUFFIX)
 _GENERATORS: Final = ("ForCausalLM", "ForConditionalGeneration", "ModelWithLMHead")
+_MRA_BLOCK: Final = 32
+"""The number of tokens of a block of an MRA."""
+
 _DEFAULT_LENGTH: Final = 512
 """The length of texts, in tokens, that models without a limit were trained with."""
 
@@ -32,7 +35,8 @@ class ForeignEncoder(NamedTuple):
         only_classifies: True if only the classes with a classification head are served.
         keeps_state: True if a text changes the module, such as the kind of its attention.
         min_tokens: The length up to which shorter texts are filled with tokens that others do not read.
-        fills_texts: True if `filled_length` applies.
+        filled_length: Returns the length that texts are filled to; None if they are not.
+        adds_mask: True if the mask of tokens is added to scores as it is given.
     """
 
     read_fields: Callable[[ConfigFields], dict[str, Any]] = lambda _: {}
@@ -41,7 +45,8 @@ class ForeignEncoder(NamedTuple):
     only_classifies: bool = False
     keeps_state: bool = False
     min_tokens: int = 1
-    fills_texts: bool = False
+    filled_length: Callable[[ConfigFields], int | None] = lambda _: None
+    adds_mask: bool = False
 
 
 def _xlm(fields: ConfigFields) -> dict[str, Any]:
@@ -76,17 +81,25 @@ def _after_padding(padding: int) -> Callable[[ConfigFields], dict[str, Any]]:
 
 def _nystromformer(fields: ConfigFields) -> dict[str, Any]:
     length = fields.integer("max_position_embeddings", 510)
-    if (filled := filled_length(fields)) is not None:
+    if (filled := _nystromformer_length(fields)) is not None:
         length = min(length, filled)
     return {"max_position_embeddings": length}
 
 
-def filled_length(fields: ConfigFields) -> int | None:
+def _nystromformer_length(fields: ConfigFields) -> int | None:
     """Return the length that a Nystromformer fills texts to; None if its landmarks are the tokens themselves."""
     length, landmarks = (
         fields.integer(name, 64) for name in ("segment_means_seq_len", "num_landmarks")
     )
     return None if length == landmarks else length
+
+
+def _mra_length(fields: ConfigFields) -> int:
+    """Return the length that an MRA fills texts to, on which the number of exact pairs of blocks depends."""
+    length = fields.integer("max_position_embeddings", 512)
+    if length % _MRA_BLOCK:
+        raise fields.wrong("max_position_embeddings", f"a multiple of {_MRA_BLOCK}", length)
+    return length
 
 
 def _perceiver(fields: ConfigFields) -> dict[str, Any]:
@@ -120,7 +133,10 @@ _FAMILIES: Final[dict[str, ForeignEncoder]] = {
     "longformer": ForeignEncoder(_after_padding(1)),
     "markuplm": ForeignEncoder(_after_padding(0), token_types=None),
     "neomme": ForeignEncoder(pooling=PoolingKind.MEAN, token_types=None),
-    "nystromformer": ForeignEncoder(_nystromformer, fills_texts=True),
+    "mra": ForeignEncoder(filled_length=_mra_length),
+    "nystromformer": ForeignEncoder(
+        _nystromformer, filled_length=_nystromformer_length, adds_mask=True
+    ),
     "perceiver": ForeignEncoder(_perceiver, token_types=None, only_classifies=True),
     "reformer": ForeignEncoder(token_types=None, only_classifies=True, keeps_state=True),
     "roc_bert": ForeignEncoder(),

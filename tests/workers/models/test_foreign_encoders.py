@@ -23,6 +23,7 @@ from engine.protocol.worker_messages import NewRequestData
 from engine.workers.device.dtypes import HostDevice
 from engine.workers.execution.inputs.text_encoder import TextEncoder
 from engine.workers.models.foreign.encoder import TransformersEncoder
+from transformers.models.mra import modeling_mra
 
 functional = torch.nn.functional
 pytestmark = pytest.mark.slow
@@ -87,6 +88,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Lilt": {},
     "Longformer": {"attention_window": 8},
     "MarkupLM": {},
+    # Eight of 64 pairs of blocks are exact.
+    "Mra": {"block_per_row": 1, "initial_prior_diagonal_n_blocks": 0},
     "NeoMME": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -159,6 +162,27 @@ def _write(path: Path, name: str) -> Any:
     return model
 
 
+def _mra(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, count: int, **_: Any
+) -> torch.Tensor:
+    """Return the attention with exact scores in some pairs of blocks, and products of means in others (MRA-2)."""
+    scale, block = q.shape[-1] ** -0.5, 32
+    mask_T = mask[0]
+    q, k = q * mask_T[:, None], k * mask_T[:, None]
+    counts = mask_T.unflatten(0, (-1, block)).sum(1)
+    means = [x.unflatten(2, (-1, block)).sum(3) / (counts[:, None] + 1e-6) for x in (q, k)]
+    coarse = means[0] @ means[1].transpose(-1, -2) * scale
+    empty = counts[:, None] * counts < 0.5
+    ranked = (coarse - coarse.amax(-1, keepdim=True)).masked_fill(empty, -1e4)
+    least = ranked.flatten(2).topk(count).values.amin(-1)[..., None, None]
+    is_exact, rough = (
+        x.repeat_interleave(block, 2).repeat_interleave(block, 3) for x in (ranked >= least, coarse)
+    )
+    scores = torch.where(is_exact, q @ k.transpose(-1, -2) * scale, rough)
+    scores = scores.masked_fill(mask_T == 0, -1e9)
+    return scores.softmax(-1) @ v * mask_T[:, None]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_results_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = _write(tmp_path, name)
@@ -182,6 +206,11 @@ def test_results_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         if (filled := _MIN_TOKENS.get(family, 1) - length) > 0:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             inputs = {key: functional.pad(value, (0, filled)) for key, value in inputs.items()}
+        if family == "Mra":
+            rest = (0, 256 - length)
+            mask = functional.pad(torch.ones_like(inputs["input_ids"]), rest)
+            inputs = {"attention_mask": mask}
+            inputs["input_ids"] = functional.pad(torch.tensor([text]), rest)
         if family == "Nystromformer":
             # It reads texts of one length only.
             rest, none = (0, 160 - length), torch.zeros(1, 1, 1, length)
@@ -189,7 +218,8 @@ def test_results_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
             inputs["input_ids"] = functional.pad(inputs["input_ids"], rest)
         # Texts change the modules of some families, so each is computed by a new one.
         fresh = type(reference).from_pretrained(tmp_path).eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modeling_mra, "mra2_attention", _mra)
             torch.manual_seed(0)
             output = fresh(**inputs)
         expected = output.last_hidden_state if name.endswith("Model") else output.logits

@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.pooling.classification import classifies_tokens, is_classifier
-from ....protocol.checkpoint.pooling.foreign_encoders import ForeignEncoder, filled_length
+from ....protocol.checkpoint.pooling.foreign_encoders import ForeignEncoder
 from ....protocol.errors import CheckpointError, ConfigError, counted
 from .decoder import has_transformers
+from .mra import use_block_products
 
 _MASKED = 1e30
 _SEED = 0
@@ -64,6 +65,8 @@ class TransformersEncoder:
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         self._family, self._device = family, device
+        if fields.get("model_type") == "mra":
+            use_block_products()
         self.classifies = is_classifier(fields)
         auto = transformers.AutoModel
         if self.classifies:
@@ -92,7 +95,7 @@ class TransformersEncoder:
                 "whole checkpoint",
             )
         self._module = module.to(device).eval()
-        self._length = filled_length(fields) if family.fills_texts else None
+        self._length = family.filled_length(fields)
         self._reads_types = "token_type_ids" in inspect.signature(self._module.forward).parameters
 
     @torch.inference_mode()
@@ -116,9 +119,10 @@ class TransformersEncoder:
             inputs["token_type_ids"] = types_T[None]
         if self._length is not None:
             _fill(inputs, self._length)
-            # All queries have the same mask, also those that stand for several tokens.
-            mask_1T = inputs["attention_mask"].float()
-            inputs["attention_mask"] = ((mask_1T - 1) * _MASKED)[None, None]
+            if self._family.adds_mask:
+                # All queries have the same mask, also those that stand for several tokens.
+                mask_1T = inputs["attention_mask"].float()
+                inputs["attention_mask"] = ((mask_1T - 1) * _MASKED)[None, None]
         elif num_tokens < self._family.min_tokens:
             _fill(inputs, self._family.min_tokens)
         module = self._copy() if self._family.keeps_state else self._module
