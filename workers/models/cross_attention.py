@@ -16,7 +16,7 @@ from ..layers.parallel.shard import ModelShard
 from ..layers.parallel.tensor_parallel import elements
 from ..layers.spec import ModelSpec
 from .layer_source import LayerSource
-from .weights import Rows
+from .weights import Rows, WeightReader
 
 
 class QueryRecorder(Protocol):
@@ -48,7 +48,7 @@ class CrossAttention:
         self._layer = AttentionLayer(spec.attention_scale, softcap=spec.attention_softcap)
         self._head_dim = spec.head_dim
         self._num_kv_heads = len(shard.kv_heads(spec))
-        query_rows, kv_rows = cross_rows(spec, prefix, shard)
+        query_rows, kv_rows = cross_rows(spec, weights, prefix, shard)
         source_size = spec.source.hidden_size
         has_biases = spec.qkv_bias
         self.queries = source.read_rows([query_rows], spec.hidden_size, has_biases=has_biases)
@@ -79,12 +79,18 @@ class CrossAttention:
         return self._output(self._backend.attend(q_THK, kv_cache, metadata, self._layer).flatten(1))
 
 
-def cross_rows(spec: ModelSpec, prefix: str, shard: ModelShard) -> tuple[Rows, list[Rows]]:
-    """Return this rank's rows of the projections to queries, and to keys and values."""
+def cross_rows(
+    spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+) -> tuple[Rows, list[Rows]]:
+    """Return this rank's rows of the projections to queries, and to keys and values, which may be one matrix."""
     heads, kv_heads = (
         elements(part, spec.head_dim) for part in (shard.heads(spec), shard.kv_heads(spec))
     )
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if weights.has(f"{prefix}k_v_proj.weight"):
+        names, sizes = ("k_proj", "v_proj"), (kv_size, kv_size)
+        keys_and_values = weights.rows(prefix, names, sizes, (kv_heads, kv_heads))
+        return Rows(f"{prefix}q_proj", query_size, heads), keys_and_values
     keys_and_values = [
         Rows(f"{prefix}k_proj", kv_size, kv_heads, has_bias=spec.key_bias),
         Rows(f"{prefix}v_proj", kv_size, kv_heads),

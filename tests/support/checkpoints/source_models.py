@@ -52,7 +52,12 @@ _GEMMA_SIZES = {
 
 def _joined_speech(encoder: dict[str, Any], decoder: str) -> dict[str, Any]:
     """Return the sections of an encoder of speech and a decoder of this kind."""
-    if decoder.endswith("bart"):
+    own: dict[str, Any]
+    if decoder == "gpt2":
+        own = {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3}
+        own |= {"n_head": 6, "n_positions": 128, "add_cross_attention": True}
+        own |= dict.fromkeys(("bos_token_id", "eos_token_id"), 1)
+    elif decoder.endswith("bart"):
         own = _BART_SIZES | {"model_type": decoder, "max_position_embeddings": 128}
         own |= {"scale_embedding": True, "is_decoder": True, "encoder_layers": 3}
     else:
@@ -261,6 +266,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SpeechEncoderDecoder",
         _joined_speech({"model_type": "sew", "hidden_size": 48}, "bert"),
     ),
+    "wavlm-gpt2": (
+        "SpeechEncoderDecoder",
+        _joined_speech({"model_type": "wavlm", "num_buckets": 12}, "gpt2"),
+    ),
     "speecht5": (
         "SpeechT5",
         SAMPLES
@@ -288,5 +297,5 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SPEECH = (
     *("whisper", "untied-whisper", "speech_to_text", "moonshine", "moonshine_streaming"),
     *("cohere_asr", "canary", "wav2vec2-mbart", "hubert-bart", "sew-bert"),
-    "speecht5",
+    *("wavlm-gpt2", "speecht5"),
 )

@@ -360,7 +360,7 @@ class AttentionRecorder:
         """Record the attention of a layer to an encoder's outputs. `index` is the index of its KV cache."""
         spec = self._spec
         qk_norm, query_norm, _ = self._cross_norms(prefix)
-        query_rows, _ = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
+        query_rows, _ = cross_rows(spec, self._weights, f"{prefix}cross_attn.", self._shard)
         queries, biases = self._blocks.packed_rows([query_rows], spec.qkv_bias)
         output = attention_output(self._blocks, spec, prefix, spec.head_dim, "cross_attn")
         self._blocks.add_projection(prefix, norms.cross_input, queries, biases)
@@ -407,7 +407,7 @@ class AttentionRecorder:
             store: The recorder of the other program, whose residual stream contains the encoder's outputs.
         """
         spec = self._spec
-        query_rows, kv_rows = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
+        query_rows, kv_rows = cross_rows(spec, self._weights, f"{prefix}cross_attn.", self._shard)
         parts, biases = store.packed_rows(kv_rows, spec.qkv_bias)
         # The first columns are for queries, which nothing reads.
         store.add_projection(prefix, None, parts, biases, first_column=len(query_rows.part))

@@ -158,7 +158,7 @@ def _read_keys(
     group = spec.num_heads // spec.num_kv_heads
     keys = {}
     for layer, heads in heads_of_layer.items():
-        _, (rows, _) = cross_rows(spec, f"layers.{layer}.cross_attn.", shard)
+        _, (rows, _) = cross_rows(spec, weights, f"layers.{layer}.cross_attn.", shard)
         shape = rows.total, spec.source.hidden_size
         matrix = weights.read(f"{rows.name}.weight", *shape, part=rows.part)
         keys[layer] = matrix.view(-1, spec.head_dim, shape[1])[[head // group for head in heads]]

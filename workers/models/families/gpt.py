@@ -121,6 +121,11 @@ def _has_grouped_qkv(fields: ConfigFields) -> bool:
 def _gpt2(fields: ConfigFields) -> ModelSpec:
     if fields.boolean("add_cross_attention", False):
         raise fields.error("add_cross_attention is not supported; use a model without it")
+    return gpt2(fields)
+
+
+def gpt2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a GPT-2, whose layers may get cross attention."""
     fields = fields.with_defaults(
         hidden_act="gelu_new", tie_word_embeddings=True, max_position_embeddings=1024
     )

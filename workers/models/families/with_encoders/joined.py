@@ -17,6 +17,7 @@ from .....protocol.checkpoint.speech import max_source_positions
 from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family
+from ..gpt import gpt2
 from .absolute import BERT_NAMES, bert, bert_generation, roberta
 from .encoder_decoders import CAUSAL_NAMES, POST_NORMED, bart_spec, with_source
 from .speech import with_tower
@@ -81,9 +82,12 @@ def _encoder_decoder(fields: ConfigFields) -> ModelSpec:
 
 
 def _speech_encoder_decoder(fields: ConfigFields) -> ModelSpec:
-    kinds = (*_PARTS, *_BARTS)
+    kinds = (*_PARTS, *_BARTS, "gpt2")
     kind = fields.required_section("decoder").choice("model_type", kinds, "bert")
-    spec = _bert_decoder(fields, kind) if kind in _PARTS else _bart_decoder(fields, kind)
+    if kind == "gpt2":
+        spec = _gpt2_decoder(fields)
+    else:
+        spec = _bert_decoder(fields, kind) if kind in _PARTS else _bart_decoder(fields, kind)
     return with_tower(fields, spec, joined_spec(fields))
 
 
@@ -99,6 +103,21 @@ def _bart_decoder(fields: ConfigFields, kind: str) -> ModelSpec:
         tensor_names=((r"^(encoder|enc_to_dec_proj)\..*", ""), *CAUSAL_NAMES),
         **_BARTS[kind],
     )
+
+
+def _gpt2_decoder(fields: ConfigFields) -> ModelSpec:
+    spec = gpt2(fields)
+    names = (
+        (r"^(encoder|enc_to_dec_proj)\..*", ""),
+        (r"^decoder\.(transformer\.)?", ""),
+        (r".*\.crossattention\.(masked_)?bias$", ""),
+        (r"\.ln_cross_attn\.", ".cross_norm."),
+        (r"\.crossattention\.q_attn\.", ".cross_attn.q_proj."),
+        (r"\.crossattention\.c_attn\.", ".cross_attn.k_v_proj."),
+        (r"\.crossattention\.c_proj\.", ".cross_attn.o_proj."),
+        *spec.tensor_names,
+    )
+    return replace(spec, norms=replace(spec.norms, cross_input="cross_norm"), tensor_names=names)
 
 
 def _bert_decoder(fields: ConfigFields, kind: str) -> ModelSpec:
