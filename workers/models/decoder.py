@@ -390,19 +390,21 @@ class Decoder(TorchDecoder):
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
+        *,
+        has_norms: bool = False,
     ) -> None:
-        """Store the keys and values that each layer computes from the same inputs [T, D], without a norm before it.
+        """Store the keys and values that each layer computes from the same inputs [T, D].
 
-        The other arguments are those of `forward`.
+        Only if it `has_norms`, a layer norms them first. The other arguments are those of `forward`.
         """
         tables, x_TD = self._rotary_tables(positions_T), inputs_TD.to(self.hidden_dtype)
         for layer, cache in zip(self._layers, kv_caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             table = None if layer.rope is None else tables[layer.rope]
             (group,) = layer.cache_groups
-            layer.store_keys(
-                x_TD, LayerStep(positions_T, table, [(cache, attn_metadata[group])], None, False)
-            )
+            caches = [(cache, attn_metadata[group])]
+            step = LayerStep(positions_T, table, caches, None, False)
+            layer.store_keys(x_TD, step, has_norm=has_norms)
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
         """See `TorchDecoder`."""

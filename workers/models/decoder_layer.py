@@ -182,8 +182,10 @@ class DecoderLayer:
         assert isinstance(source._attention, LatentAttention)
         self._attention.copy_keys(source._attention)
 
-    def store_keys(self, x_TD: Tensor, step: LayerStep) -> None:
-        """Store the keys and values of `x_TD`, without a norm before them."""
+    def store_keys(self, x_TD: Tensor, step: LayerStep, *, has_norm: bool = False) -> None:
+        """Store the keys and values of `x_TD`, with the norm of the layer's input if they have it."""
+        if has_norm and self._attention_input_norm is not None:
+            x_TD = self._attention_input_norm(x_TD)
         assert isinstance(self._attention, Attention | CompressedAttention | LatentAttention)
         self._attention.store_keys(x_TD, step.tables, *step.caches[0])
 

@@ -12,6 +12,7 @@ Shapes: S slots of a step, T tokens, R drafts, D hidden size, E elements of a to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -89,7 +90,10 @@ class BlockHead(DraftHead):
             offsets_T + np.repeat(computed.rows_S[has_rows_S], counts_S), self._device
         )
         plan = plan_chunks(slots_S, begins_S.astype(np.int64), counts_S)
-        self._model.store_keys(
+        store = self._model.store_keys
+        if self._layout.norms_context and isinstance(self._model, Decoder):
+            store = partial(self._model.store_keys, has_norms=True)
+        store(
             self.fusion.read_context(computed.hidden_TE[rows_T]),
             to_device(plan.positions_T, self._device),
             self._cache.layers,

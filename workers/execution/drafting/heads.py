@@ -73,10 +73,11 @@ def load_head(
         kind = LayeredHead
     elif layout.block_size:
         kind = BlockHead
-        # Native programs have no operations for convolutions over blocks, nor for some hyper-connections.
+        # Native programs have no operations for convolutions over blocks, some hyper-connections and norms of contexts.
         in_torch = (
             in_torch
             or layout.spec.hyper_connections is not None
+            or layout.norms_context
             or any(layer.block_convolution for layer in layout.spec.layers)
         )
     elif layout.is_parallel:

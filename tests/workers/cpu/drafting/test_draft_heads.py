@@ -21,6 +21,7 @@ from support.drafts.draft_heads import dflash_hidden_states
 from support.drafts.dspark_families import DSPARK_FAMILIES
 from support.drafts.dspark_heads import DSPARK_HEADS
 from support.drafts.eagle_heads import EAGLE_HEADS
+from support.drafts.laguna_head import dflash_of_laguna
 from support.drafts.layered_heads import LAYERED_HEADS
 from support.drafts.models_with_heads import (
     HEADS,
@@ -59,6 +60,7 @@ PROMPT = list(range(20, 37))
         *DSPARK_FAMILIES,
         *MULTIMODAL_LAYERS,
         dflash2,
+        dflash_of_laguna,
         qwen4_mtp,
         xpress,
     ],

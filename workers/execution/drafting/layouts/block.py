@@ -24,8 +24,10 @@ from .block_inputs import block_fields
 from .head_layout import REFINER, TOKEN_OFFSETS, HeadLayout, headless, read_mask_token
 
 _DFLASH2: Final = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+_LAGUNA: Final = "DFlashLagunaForCausalLM"
 _DFLASH: Final = (
     *_DFLASH2,
+    _LAGUNA,
     "DFlashDraftModel",
     "DFlashSpeculator",
     "DFlashMuseGlimmerAssistantModel",
@@ -46,6 +48,7 @@ _DSPARK: Final = (
 )
 
 _DECODERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    _LAGUNA: ("LagunaForCausalLM", {}),
     "DSparkMiniMaxDraftModel": ("MiniMaxM3SparseForCausalLM", {"layer_types": None}),
     # Layers with and without a window differ, but share no keys in a head.
     "Gemma4DSparkModel": (
@@ -66,6 +69,7 @@ _START: Final = r"^(?:language_model\.)?(?:model\.)?(?:dspark\.)?"
 _PARTS: Final = (
     (_START + r"(?:(?:encoder\.)?fc|context_proj)\.", "projection."),
     (_START + r"(?:hidden_norm|context_norm|encoder\.output_norm_enc)\.", "hidden_norm."),
+    (_START + r"aux_hidden_norms\.", "state_norms."),
     (_START + r"embed_tokens\.", "embedding."),
     (_START + r"markov_head\.markov_w1\.", "markov.vectors."),
     (_START + r"markov_head\.markov_w2\.", "markov.matrix."),
@@ -78,6 +82,7 @@ _PARTS: Final = (
 _OUTSIDE: Final = (
     _START
     + r"(?:(?:(?:encoder\.)?(?:fc|hidden_norm|output_norm_enc|embed_tokens)|context_(?:proj|norm)|markov_head"
+    r"|aux_hidden_norms"
     r"|confidence_head|candidate_selector|xpress_head)\..*"
     r"|mask_embedding|d2t|t2d)$"
 )
@@ -145,6 +150,7 @@ def read_block(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
         _PARTS,
         reads_kept=True,
         projects_states=True,
+        norms_context=architecture == _LAGUNA,
         block_size=sizes.integer("block_size", minimum=2 - has_markov),
         mask_token_id=read_mask_token(fields, target.vocab_size),
         mutual_layers=_mutual_layers(fields, own, architecture),
@@ -180,7 +186,8 @@ def _mutual_layers(fields: ConfigFields, own: ConfigFields, architecture: str) -
         if section.get(name) is not None:
             return None if section.boolean(name, False) is causal else SpanLayers.ALL
     kinds = set(fields.get("layer_types") or ())
-    if architecture not in ("DFlashDraftModel", *_DFLASH2, *_XPRESS) or _WINDOW not in kinds:
+    of_authors = "DFlashDraftModel", _LAGUNA, *_DFLASH2, *_XPRESS
+    if architecture not in of_authors or _WINDOW not in kinds:
         return SpanLayers.ALL
     return None if kinds == {_WINDOW} else SpanLayers.WITHOUT_WINDOW
 

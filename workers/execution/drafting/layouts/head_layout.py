@@ -66,13 +66,14 @@ class HeadLayout(msgspec.Struct, frozen=True):
     `mask_token_id` and stored hidden states, in place of those that are unknown.
 
     If `block_size` is not 0, the head predicts up to that many tokens in one pass, including the last known one, from
-    `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states. Tokens of
-    the block attend to each other in `mutual_layers`, and in others to those before them. If `num_seen_before` is not
-    0, all of them attend to that many tokens before the block. If `predicts_from_last`, the
-    last known token predicts the first draft, and each mask token the draft after its own place. If it `has_markov`,
-    drafts depend on those before them: on all if it `has_refiner`, else on the one before. So they do if
-    `num_candidates` is not 0: each is chosen among that many tokens, whose logits are limited to `logits_softcap` if it
-    is not 0, and multiplied by `logits_scale`. Embeddings of the block's tokens are multiplied by `input_scale`.
+    `mask_token_id` in place of the others. Its layers have keys and values of the projected hidden states, which each
+    layer norms like its own input if the head `norms_context`. Tokens of the block attend to each other in
+    `mutual_layers`, and in others to those before them. If `num_seen_before` is not 0, all of them attend to that many
+    tokens before the block. If `predicts_from_last`, the last known token predicts the first draft, and each mask token
+    the draft after its own place. If it `has_markov`, drafts depend on those before them: on all if it `has_refiner`,
+    else on the one before. So they do if `num_candidates` is not 0: each is chosen among that many tokens, whose logits
+    are limited to `logits_softcap` if it is not 0, and multiplied by `logits_scale`. Embeddings of the block's tokens
+    are multiplied by `input_scale`.
 
     The heads in `later` are for the second draft and later ones. Each reads the hidden states of the one before it.
     """
@@ -91,6 +92,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
     block_size: int = 0
     mask_token_id: int = 0
     mutual_layers: SpanLayers | None = SpanLayers.ALL
+    norms_context: bool = False
     num_seen_before: int = 0
     predicts_from_last: bool = False
     has_markov: bool = False
