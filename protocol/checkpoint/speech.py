@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ..config.audio.codec import CodecSpec
+from ..config.audio.processor import AddedAudioConfig, AudioProcessorConfig, SpeechKind
 from ..config.audio.tower import CausalSpec
-from ..config.model import AddedAudioConfig, AudioProcessorConfig, SpeechKind
 from .audio.codecs import kyutai_fields
 from .audio.fields import read_token
 from .audio.processors import (

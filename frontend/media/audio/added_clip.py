@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ....protocol.arrays import Float32Array, float32_bytes
-from ....protocol.config.model import AddedAudioConfig, AudioProcessorConfig
+from ....protocol.config.audio.processor import AddedAudioConfig, AudioProcessorConfig
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
 from .log_mel import HOP, WINDOW, framed_log_mel

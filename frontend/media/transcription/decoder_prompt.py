@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ....protocol.config import ModelConfig
-from ....protocol.config.model import AudioProcessorConfig
+from ....protocol.config.audio.processor import AudioProcessorConfig
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import ConfigError
 from ....protocol.sampling_params import SamplingParams, TranscriptRules

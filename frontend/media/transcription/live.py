@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from ....protocol.config.model import AddedAudioConfig
+from ....protocol.config.audio.processor import AddedAudioConfig
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import ParameterError
 from ...client.engine_client import PositionLogprobs, RequestGroup

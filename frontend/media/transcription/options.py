@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from ....protocol.config import ModelConfig
+from ....protocol.config.audio.processor import AudioProcessorConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
-from ....protocol.config.model import AudioProcessorConfig
 from ....protocol.errors import ParameterError
 from ...http.shown_values import echo
 from .languages import LANGUAGE_NAMES, find_language

@@ -13,8 +13,8 @@ import numpy as np
 
 from ....protocol.arrays import Float32Array, float32_bytes
 from ....protocol.config import EngineConfig
+from ....protocol.config.audio.processor import SpeechKind
 from ....protocol.config.chat_audio import ChatAudioConfig
-from ....protocol.config.model import SpeechKind
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.encoder_inputs.payloads import AudioPayload
 from ....protocol.errors import ParameterError

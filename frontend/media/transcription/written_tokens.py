@@ -9,7 +9,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....protocol.arrays import float32_view
-from ....protocol.config.model import TOKEN_FIELDS, AudioProcessorConfig
+from ....protocol.config.audio.processor import AudioProcessorConfig
+from ....protocol.config.model import TOKEN_FIELDS
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.pooling_params import PoolingKind, PoolingParams
 from ...client.engine_client import Delta, PositionLogprobs

@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 
 from ...config.audio.conformer_layers import CtcConformerSpec
+from ...config.audio.processor import AudioProcessorConfig, SpeechKind
 from ...config.audio.samples import SamplesSpec
 from ...config.audio.tower import FastConformerSpec
-from ...config.model import AudioProcessorConfig, SpeechKind
 from ..config_fields import ConfigFields
 from .ctc_conformers import bert_spec, lasr_spec
 from .fields import read_token

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 
 from ...config.audio.conformer_layers import Convolutions, CtcConformerSpec
+from ...config.audio.processor import SpeechKind
 from ...config.audio.samples import DistanceScores, SamplesSpec
 from ...config.audio.tower import ConformerSpec, FastConformerSpec
-from ...config.model import SpeechKind
 from ...config.token_decoders import CtcSpec, TransducerSpec
 from ..config_fields import ConfigFields
 from .ctc_conformers import bert_spec, conformer_layers, lasr_spec

@@ -18,7 +18,7 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from engine.protocol.config.model import AudioProcessorConfig
+from engine.protocol.config.audio.processor import AudioProcessorConfig
 from engine.protocol.encoder_inputs.inputs import EncoderInput
 from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
