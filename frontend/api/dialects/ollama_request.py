@@ -171,9 +171,8 @@ def _sampling_fields(options: OllamaOptions) -> Json:
         if (value := getattr(options, option)) not in (None, neutral):
             problem = f"is not supported; leave it out, got {echo(value)}"
             raise bad_request(f"options.{option}", problem)
-    # Ollama uses -1 and -2 for as many tokens as fit.
-    num_predict = options.num_predict
-    fields["max_tokens"] = None if num_predict is None or num_predict < 0 else num_predict
+    # Ollama uses -1, -2 and 0 for as many tokens as fit.
+    fields["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
     return fields | {"stop": options.stop or None}
 
 

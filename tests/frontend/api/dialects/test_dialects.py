@@ -407,16 +407,16 @@ def test_ollama_conversation_reaches_the_template(
     ]
     expected = '[user:Hi][assistant:|call00000 get_weather {"city": "Oslo"}][tool:Rain|call00000]'
     options = {"num_predict": num_tokens(frontend, expected)}
-    answer = llama.chat(MODEL, messages, options=options)
-    assert answer.message.content == expected
+    assert llama.chat(MODEL, messages, options=options).message.content == expected
 
 
 def test_ollama_generates_with_and_without_the_template(
     frontend: FrontendProcess, llama: ollama.Client
 ) -> None:
     text = "One two three"
-    answer = llama.generate(MODEL, text, options={"num_predict": 3, "stop": [" three"]})
-    assert answer.response == "One two" and answer.done_reason == "stop"
+    for limit in (3, 0, -1):
+        answer = llama.generate(MODEL, text, options={"num_predict": limit, "stop": [" three"]})
+        assert answer.response == "One two" and answer.done_reason == "stop"
     system = llama.generate(MODEL, "Hi", system="Be brief.", options={"num_predict": 40})
     assert system.response.startswith("[system:Be brief.][user:Hi]")
     raw = llama.generate(MODEL, text, system="Be brief.", raw=True, options={"num_predict": 3})
