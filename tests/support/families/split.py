@@ -18,7 +18,13 @@ PER_LAYER = {
 SHARING = {
     "gemma3n": (
         "Gemma3n",
-        PER_LAYER | {"laurel_rank": 6, "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6]},
+        PER_LAYER
+        | {
+            "laurel_rank": 6,
+            "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6],
+            # A table with fewer rows than ranks.
+            "vocab_size_per_layer_input": 3,
+        },
     ),
     # Layers with full attention have larger heads.
     "gemma4": (

@@ -65,7 +65,8 @@ class VocabParallelEmbedding:
     ) -> None:
         self._weight_vD = weight_vD
         self._change = change
-        self._vocabulary = tensor_parallel.part(vocab_size)
+        # Ranks may share a row of a small table, which must not be added twice.
+        self._vocabulary = tensor_parallel.own(vocab_size)
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, input_ids_T: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class VocabParallelEmbedding:
         assert isinstance(self._weight_vD, Tensor)
         part = self._vocabulary
         probabilities_Kv = probabilities_KV[:, part.start : part.stop].to(self._weight_vD.dtype)
-        return self._tensor_parallel.sum(probabilities_Kv @ self._weight_vD)
+        return self._tensor_parallel.sum(probabilities_Kv @ self._weight_vD[: len(part)])
 
     def _sum(self, input_ids_T: Tensor, change: Callable[[Tensor, Tensor], None] | None) -> Tensor:
         if self._tensor_parallel.size == 1:

@@ -36,6 +36,10 @@ class TensorParallel:
         """Return this rank's part of `count` items. If there are fewer items than ranks, several ranks share one."""
         return self.parts(count)[self.rank]
 
+    def own(self, count: int) -> range:
+        """Return the items of this rank's part that no later rank has, so that each of `count` items is one rank's."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
     def parts(self, count: int) -> list[range]:
         """Return the parts of all ranks, whose sizes differ by at most one item."""
         starts = [rank * count // self.size for rank in range(self.size + 1)]
