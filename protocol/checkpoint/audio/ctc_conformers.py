@@ -38,6 +38,13 @@ _BERT_NAMES: Final = (
     *CONFORMER_NAMES,
 )
 
+_JOINED_NAMES: Final = (
+    (r"^encoder\.(adapter|feature_projection)\.", r"wav2vec2_bert.\1."),
+    (r"^encoder\.encoder\.", "encoder."),
+    *_BERT_NAMES,
+)
+"""The names of Wav2Vec2-BERT beside a decoder."""
+
 _LASR_NAMES: Final = (
     (r"^encoder\.subsampler\.dense_0\.", "encoder.subsampling.first."),
     (r"^encoder\.subsampler\.dense_1\.", "encoder.subsampling.linear."),
@@ -93,6 +100,23 @@ def bert_spec(fields: ConfigFields) -> CtcConformerSpec:
         tensor_names=_BERT_NAMES,
         adapters=adapters,
         adapter_activation=fields.text("adapter_act", "relu"),
+    )
+
+
+def joined_bert_spec(audio: ConfigFields, output_size: int) -> CtcConformerSpec:
+    """Return the encoder of a Wav2Vec2-BERT that is joined to a decoder of texts.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    spec = bert_spec(audio.with_values({"vocab_size": 1, "pad_token_id": 0}))
+    size = spec.layers.hidden_size
+    return msgspec.structs.replace(
+        spec,
+        decoder=None,
+        output_size=output_size,
+        last="none" if size == output_size else "matrix",
+        tensor_names=_JOINED_NAMES,
     )
 
 

@@ -127,8 +127,12 @@ def speecht5_processor(
 def joined_processor(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
-    """Return the audio preprocessing of a wav2vec 2.0 that is joined to a decoder of texts."""
-    audio = _samples_processor(processor, SpeechKind.JOINED, joined_spec(config))
+    """Return the audio preprocessing of an encoder of speech that is joined to a decoder of texts."""
+    encoder = joined_spec(config)
+    if isinstance(encoder, CtcConformerSpec):
+        audio = _bert_processor(processor, encoder)
+    else:
+        audio = _samples_processor(processor, SpeechKind.JOINED, encoder)
     decoder = config.required_section("decoder")
 
     def token(name: str, default: int) -> int:
@@ -137,6 +141,7 @@ def joined_processor(
 
     return msgspec.structs.replace(
         audio,
+        writes_tokens=False,
         start_token_id=token("decoder_start_token_id", token("bos_token_id", 0)),
         forced_token_id=token("forced_bos_token_id", -1),
     )
@@ -160,7 +165,10 @@ def bert_processor(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig:
     """Return the audio preprocessing of Wav2Vec2-BERT."""
-    encoder = bert_spec(with_encoder_fields(config))
+    return _bert_processor(processor, bert_spec(with_encoder_fields(config)))
+
+
+def _bert_processor(processor: ConfigFields, encoder: CtcConformerSpec) -> AudioProcessorConfig:
     needed = {"sampling_rate": 16_000, "stride": 2, "num_mel_bins": encoder.num_mel_bins // 2}
     # A row has two frames.
     return _conformer_processor(SpeechKind.WAV2VEC2_BERT, processor, encoder, needed, (320, 560))

@@ -12,7 +12,7 @@ from ...config.audio.samples import DistanceScores, SamplesSpec
 from ...config.audio.tower import ConformerSpec, FastConformerSpec
 from ...config.token_decoders import CtcSpec, TransducerSpec
 from ..config_fields import ConfigFields
-from .ctc_conformers import bert_spec, conformer_layers, lasr_spec
+from .ctc_conformers import bert_spec, conformer_layers, joined_bert_spec, lasr_spec
 from .fields import MAX_POSITIONS, Channels
 from .speech_encoders import fast_conformer_spec
 
@@ -160,19 +160,22 @@ def omniasr_spec(fields: ConfigFields, audio: ConfigFields, output_size: int) ->
     return msgspec.structs.replace(found, output_size=output_size)
 
 
-def joined_spec(fields: ConfigFields) -> SamplesSpec:
+def joined_spec(fields: ConfigFields) -> SamplesSpec | CtcConformerSpec:
     """Return the encoder of a speech encoder that is joined to a decoder of texts.
 
     Raises:
         CheckpointError: A field is missing or invalid.
     """
     audio = fields.required_section("encoder")
-    kind = audio.choice("model_type", tuple(sorted(WAV2VEC2)), SpeechKind.WAV2VEC2)
-    encoder = _samples_encoder(audio, kind, None)
+    kinds = tuple(sorted({*WAV2VEC2, SpeechKind.WAV2VEC2_BERT}))
+    kind = audio.choice("model_type", kinds, SpeechKind.WAV2VEC2)
     names = ("hidden_size", "d_model", "n_embd")
     decoder = fields.required_section("decoder")
     name = next((name for name in names if decoder.get(name) is not None), names[0])
     output_size = decoder.integer(name, maximum=MAX_POSITIONS)
+    if kind == SpeechKind.WAV2VEC2_BERT:
+        return joined_bert_spec(audio, output_size)
+    encoder = _samples_encoder(audio, kind, None)
     size = audio.integer("output_hidden_size", encoder.hidden_size, maximum=MAX_POSITIONS)
     convolutions = None
     if audio.boolean("add_adapter", False):

@@ -72,7 +72,7 @@ class CtcConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     A norm and a matrix make its rows or, with a `stem`, two matrices and the convolutions between them, of which the
     last has `stem_channels`. After the layers there may be a norm, with `has_middle_mlp` an MLP with halved outputs,
     and `adapters`: layers of attention to rows that a gated convolution makes, and an MLP. The activation of these MLPs
-    is `adapter_activation`. Without a `decoder`, a last norm follows.
+    is `adapter_activation`. Without a `decoder`, a `last` norm or matrix may follow.
     """
 
     layers: ConformerLayers
@@ -87,6 +87,7 @@ class CtcConformerSpec(UnpaddedSpec, frozen=True, tag=True):
     has_middle_mlp: bool = False
     adapters: Convolutions | None = None
     adapter_activation: str = "relu"
+    last: Literal["norm", "matrix", "none"] = "norm"
 
     @property
     def convolutions(self) -> list[tuple[int, int, int]]:

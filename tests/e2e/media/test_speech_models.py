@@ -218,7 +218,7 @@ def test_a_speech_model_with_a_decoder_transcribes(server: Server) -> None:
     "kind",
     [
         *("moonshine", "moonshine_streaming", "speech_to_text"),
-        *("wav2vec2-mbart", "sew-bert", "speecht5"),
+        *("wav2vec2-mbart", "sew-bert", "w2v-bert-mbart", "speecht5"),
     ],
 )
 def test_output_is_limited_by_the_length_of_the_audio_or_the_context(
@@ -235,7 +235,11 @@ def test_output_is_limited_by_the_length_of_the_audio_or_the_context(
         count = 15
     elif model.config.model_type == "speech-encoder-decoder":
         extractor = transformers.Wav2Vec2FeatureExtractor()
-        inputs = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_values
+        if kind == "w2v-bert-mbart":
+            extractor = transformers.SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16)
+        extractor.save_pretrained(path)
+        inputs = extractor(samples, sampling_rate=16_000, return_tensors="pt")
+        inputs = inputs[extractor.model_input_names[0]]
         prompt.append(model.generation_config.forced_bos_token_id)
         count = 15
     elif kind == "speecht5":

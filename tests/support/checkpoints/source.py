@@ -130,6 +130,10 @@ def source(model: Any, seed: int, length: int = 0) -> tuple[torch.Tensor, Encode
     elif config.model_type in ("speech-encoder-decoder", "speecht5"):
         features = rng.standard_normal(8 * length or 3000).astype(np.float32)
         payload = AudioPayload(0, len(features), features.tobytes())
+        if model.main_input_name == "inputs" and config.encoder.model_type == "wav2vec2-bert":
+            features = features[: len(features) // 320 * 32].reshape(-1, 32)
+            mel = np.ascontiguousarray(features.T)
+            payload = AudioPayload(32, len(features), mel.tobytes())
         with torch.inference_mode():
             size = model.get_encoder()(torch.from_numpy(features)[None])[0].shape[1]
     elif config.model_type == "moonshine":

@@ -21,6 +21,12 @@ _BART_SIZES = {
     "eos_token_id": 1,
     "decoder_start_token_id": 3,
 }
+_BERT_ENCODER = {
+    "model_type": "wav2vec2-bert",
+    "feature_projection_input_dim": 32,
+    "left_max_position_embeddings": 6,
+    "right_max_position_embeddings": 3,
+}
 _WIDER = {"output_hidden_size": 48, "num_adapter_layers": 2}
 _T5_SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -270,6 +276,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SpeechEncoderDecoder",
         _joined_speech({"model_type": "wavlm", "num_buckets": 12}, "gpt2"),
     ),
+    "w2v-bert-mbart": (
+        "SpeechEncoderDecoder",
+        _joined_speech(_BERT_ENCODER | {"hidden_size": 32}, "mbart"),
+    ),
+    "adapted-w2v-bert-bert": (
+        "SpeechEncoderDecoder",
+        _joined_speech(_BERT_ENCODER | {"hidden_size": 48, "add_adapter": True}, "bert"),
+    ),
     "speecht5": (
         "SpeechT5",
         SAMPLES
@@ -297,5 +311,5 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SPEECH = (
     *("whisper", "untied-whisper", "speech_to_text", "moonshine", "moonshine_streaming"),
     *("cohere_asr", "canary", "wav2vec2-mbart", "hubert-bart", "sew-bert"),
-    *("wavlm-gpt2", "speecht5"),
+    *("wavlm-gpt2", "w2v-bert-mbart", "adapted-w2v-bert-bert", "speecht5"),
 )

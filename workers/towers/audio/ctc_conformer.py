@@ -58,8 +58,12 @@ class CtcConformer:
                 for index in range(spec.adapters.count)
             ]
         self._decoder: Callable[[Tensor], Tensor]
-        if spec.decoder is None:
+        if spec.decoder is None and spec.last == "norm":
             self._decoder = tensors.read_layer_norm("encoder.last_norm", size, layers.norm_eps)
+        elif spec.decoder is None and spec.last == "matrix":
+            self._decoder = tensors.read_linear("enc_to_dec_proj", spec.output_size, size)
+        elif spec.decoder is None:
+            self._decoder = lambda x_PD: x_PD
         else:
             self._decoder = read_token_decoder(spec.decoder, size, tensors, checkpoint)
 
