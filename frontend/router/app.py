@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -30,7 +31,7 @@ from ..http.errors import APIError, bad_request, echo, json_response, unavailabl
 from ..http.middleware import add_middleware
 from .children import Child, Children, State
 from .names import find_name, is_unload
-from .proxy import Connections, is_websocket, pass_on, pass_on_websocket
+from .proxy import Connections, ask, is_websocket, pass_on, pass_on_websocket
 
 PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ready", "/ping")
 
@@ -68,6 +69,8 @@ class RouterApp:
             ("GET", "/api/version"): self._version,
             ("GET", "/props"): self._props,
             ("GET", "/metrics"): self._metrics,
+            ("POST", "/v1/streams/lookup"): self._look_up_streams,
+            ("DELETE", "/v1/stream"): self._stop_stream,
             **dict.fromkeys((("GET", path) for path in ("/v1/models", "/models")), self._list),
             **dict.fromkeys((("GET", path) for path in ("/api/tags", "/api/ps")), self._tags),
             **dict.fromkeys((("GET", path) for path in PROBES), self._health),
@@ -185,6 +188,34 @@ class RouterApp:
             raise bad_request("model", "is required")
         return self._find(name)
 
+    async def _look_up_streams(self, request: Request) -> Response:
+        """Describe the last answers of conversations with all loaded models."""
+        answers = await self._ask_loaded(request)
+        lists = [each.body for each in answers if each.status_code == 200]
+        if not lists:
+            return answers[0]
+        found = sorted(chain.from_iterable(map(msgspec.json.decode, lists)), key=_started_at)
+        return json_response(list({each["conversation_id"]: each for each in found}.values()))
+
+    async def _stop_stream(self, request: Request) -> Response:
+        """Abort the answer of a conversation with any loaded model. Servers without it answer in the same way."""
+        return min(await self._ask_loaded(request), key=lambda answer: answer.status_code)
+
+    async def _ask_loaded(self, request: Request) -> list[Response]:
+        """Return the answers of all loaded models; that of the first model of the file if none is loaded."""
+        children = self._children.loaded or self._children.all[:1]
+        self._verify_loaded(children[0], request.scope)
+        with self._memory.lease() as lease:
+            body = await read_body(request.scope, request.receive, self._max_bytes, lease)
+            answering = (
+                ask(self._children, self._connections, child, body.join(), request.scope)
+                for child in children
+            )
+            try:
+                return await asyncio.gather(*answering)
+            except EngineError as error:
+                raise unavailable(str(error), RETRY_S) from None
+
     async def _tags(self, request: Request) -> Response:
         """List all models, or those that are loaded, as Ollama does."""
         all_models = get_route_path(request.scope) == "/api/tags"
@@ -240,6 +271,10 @@ class RouterApp:
             labels = f'{{model_name="{child.model.name}"}}'
             lines.append(f"engine:router_requests_running{labels} {child.num_running}")
         return PlainTextResponse("\n".join(lines) + "\n")
+
+
+def _started_at(description: Json) -> int:
+    return int(description["started_at"])
 
 
 def create_app(

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import h11
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..api.bodies.disconnection import while_connected
@@ -72,6 +73,24 @@ async def pass_on(
                 return
 
     await while_connected(receive, answer())
+
+
+async def ask(
+    children: Children, connections: Connections, child: Child, body: bytes, scope: Scope
+) -> Response:
+    """Return the whole answer of a model.
+
+    Raises:
+        APIError: The server of the model ended before its answer (503).
+        EngineError: The model does not load.
+    """
+    async with (
+        children.use(child),
+        connections.ask(child, scope, body) as (response, answered),
+    ):
+        content = b"".join([piece async for piece in answered.read_body()])
+    kind = dict(response.headers).get(b"content-type")
+    return Response(content, response.status_code, media_type=kind.decode() if kind else None)
 
 
 class Connection:

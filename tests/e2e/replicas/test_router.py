@@ -30,10 +30,10 @@ PROMPT = "One two three"
 class RouterServer(Server):
     """A router with the models of `small` and `other`, which are equal, and of `absent`, which does not exist."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, **defaults: float) -> None:
         options = {"model": default_model(), "max-model-len": 512}
         content = {
-            "defaults": {"api-key": ["key"], "disable-log-stats": True},
+            "defaults": {"api-key": ["key"], "disable-log-stats": True, **defaults},
             "models": {"small": options, "other": options, "absent": {"model": "/absent"}},
         }
         (directory / "models.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -130,6 +130,27 @@ def test_objects_are_found_without_the_name_of_their_model(router: RouterServer)
     assert client.responses.retrieve(response.id).model == "other"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_" + "0" * 32)
+
+
+def test_conversations_with_any_loaded_model_are_found_and_stopped(tmp_path: Path) -> None:
+    with RouterServer(tmp_path, "--models-max", "2", resume_grace=60) as router:
+        http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        for name in ("small", "other"):
+            headers = {"x-conversation-id": f"of-{name}::{name}"}
+            answer = http.post("/v1/completions", json=body | {"model": name}, headers=headers)
+            assert answer.status_code == 200, answer.text
+        lookup = {"conversation_ids": ["of-small", "of-other", "of-none"]}
+
+        def find() -> list[str]:
+            found = http.post("/v1/streams/lookup", json=lookup).json()
+            return sorted(each["conversation_id"] for each in found)
+
+        assert find() == ["of-other", "of-small"]
+        assert http.delete("/v1/stream?conv_id=of-other").status_code == 204
+        assert http.get("/v1/stream?conv_id=of-other").status_code == 404
+        assert find() == ["of-small"]
+        assert http.post("/v1/streams/lookup", json={"conversation_ids": 1}).status_code == 400
 
 
 def test_models_are_loaded_and_unloaded_on_request(router: RouterServer) -> None:
