@@ -23,7 +23,7 @@ SHARING = {
             "laurel_rank": 6,
             "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6],
             # A table with fewer rows than ranks.
-            "vocab_size_per_layer_input": 3,
+            "vocab_size_per_layer_input": 1,
         },
     ),
     # Layers with full attention have larger heads.

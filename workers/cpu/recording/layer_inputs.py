@@ -38,13 +38,15 @@ class LayerInputsRecorder:
         """Record the rows of the table, of which each has `size` elements."""
         blocks, inputs = self._blocks, self._inputs
         part = blocks.part(inputs.vocab_size)
+        # If a later rank has the row of this one, no token is in this part.
+        is_shared = not blocks.shard.tensor_parallel.own(inputs.vocab_size)
         table = blocks.weights.packed(
             "embed_tokens_per_layer.weight", inputs.vocab_size, size, part
         )
         blocks.program.add_op(
             "embed_inputs",
             parts=[table],
-            first_column=part.start,
+            first_column=inputs.vocab_size if is_shared else part.start,
             num_columns=inputs.vocab_size,
             # Round the scale as it was rounded when the model was trained.
             scale=rounded(inputs.size**0.5, blocks.weights.any_dtype),
