@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 from importlib import import_module
@@ -38,15 +37,16 @@ from ...protocol.config.images.tiles import MosaicProcessor
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError, counted
 from ...protocol.file_identity import identify_files
+from ..cache_directory import cache_directory
 from ..model_source import diffusion
 from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
 from .kv_transfer import make_kv_transfer, most_tokens_with_states, with_hidden_states
 from .machine.gpu_memory import smallest_gpu_memory
+from .machine.gpus import count_gpus, has_gpu
 from .option_values import PerReplica
 from .options import cpu_defaults
 
-DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
 _SOURCES_AT_ONCE = 4
 """Default number of audio clips or texts that a GPU encodes in one step."""
@@ -75,6 +75,9 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         ConfigError: Two settings contradict each other; the message names both flags.
     """
     device = DeviceConfig(**settings["device"])
+    if device.packed_weights_gib:
+        directory = str(cache_directory("packed"))
+        device = msgspec.structs.replace(device, packed_weights_path=directory)
     settings = with_hidden_states(settings)
     model = diffusion.fit_model(model, settings["scheduler"], device.device)
     parallel = _as_first_node(make_parallel_config(settings))
@@ -464,7 +467,7 @@ def _method_of_checkpoint(path: Path) -> ProposerMethod | None:
 
 def _check_gpus(device: Device, parallel: ParallelConfig) -> None:
     """Raise ConfigError if there are fewer GPUs than workers, because each worker needs its own."""
-    if has_gpu(device) and 0 < (num_gpus := _count_gpus()) < parallel.num_local_workers:
+    if has_gpu(device) and 0 < (num_gpus := count_gpus()) < parallel.num_local_workers:
         machines = f" on {parallel.nnodes} machines" if parallel.nnodes > 1 else ""
         raise ConfigError(
             f"--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
@@ -472,28 +475,3 @@ def _check_gpus(device: Device, parallel: ParallelConfig) -> None:
             f"{parallel.data_parallel_size}{machines} needs {parallel.num_local_workers} GPUs, one per "
             f"worker, but there are {num_gpus}; lower one of these flags or use --device cpu"
         )
-
-
-def has_gpu(device: Device) -> bool:
-    """Return whether the workers are expected to run on a GPU.
-
-    This looks for the driver's files, because torch is not loaded in this process.
-    """
-    if device is Device.AUTO:
-        return _visible_gpus() != [] and (DEVICE_FILES / "nvidiactl").exists()
-    return device is Device.CUDA
-
-
-def _count_gpus() -> int:
-    """Return the number of GPUs that a process on this machine may use; 0 if that is unknown."""
-    present = sum(name.name[6:].isdigit() for name in DEVICE_FILES.glob("nvidia?*"))
-    visible = _visible_gpus()
-    return present if visible is None else min(present, len(visible))
-
-
-def _visible_gpus() -> list[str] | None:
-    """Return the devices in CUDA_VISIBLE_DEVICES before the first invalid one; None if the variable is not set."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        return None
-    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names.split(",")))

@@ -29,7 +29,8 @@ from ..supervisor.handover import Predecessor, find_predecessor
 from ..supervisor.listener import Listener
 from ..supervisor.signals import StopRequested, StopSignals
 from .arguments import Settings, parse_settings
-from .engine_config import has_gpu, make_frontend_config
+from .engine_config import make_frontend_config
+from .machine.gpus import has_gpu
 from .parsers import add_option, add_switch, command_parser
 from .serve import resolve_model, run_supervisor, serve_model, warn_of_unread_variables
 

@@ -29,7 +29,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     """The device that the model runs on, its threads and its kernels.
 
     If `threads` is 0, the torch backend leaves one core to the other processes. Results on a CPU are always
-    batch-invariant.
+    batch-invariant. Workers keep packed weights in the directory `packed_weights_path`; "" if they do not.
     """
 
     device: Annotated[
@@ -66,6 +66,16 @@ class DeviceConfig(msgspec.Struct, frozen=True):
             le=65536,
         ),
     ] = 512
+    packed_weights_gib: Annotated[
+        float,
+        option(
+            "Disk for packed weights of all models, on CPUs; 0 disables",
+            metavar="GIB",
+            ge=0,
+            le=65536,
+        ),
+    ] = 16.0
+    packed_weights_path: str = ""
     batch_invariant: Annotated[
         bool, option("Use batch-invariant GPU kernels (slower)", "--enable-deterministic-inference")
     ] = False

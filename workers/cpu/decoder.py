@@ -32,6 +32,7 @@ from ..device.dtypes import (
 from ..layers.parallel.shard import ModelShard
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
+from ..loaders.stored.packed_file import PackedFile
 from ..models.cross_attention import QueryRecorder
 from ..models.encoder import Encoder
 from ..models.lora.adapters import LoraAdapters, RowAdapters
@@ -70,6 +71,7 @@ class NativeDecoder:
         keeps_float16: If true, float16 weights stay float16.
         num_threads: The number of threads; by default the number of CPU cores that the process may use.
         loras: The LoRA adapters that requests may use.
+        packed: A file with the packed matrices, or for them.
         places_embeddings: If true, embeddings may replace tokens even if the model has no encoder.
         kept_layers: The layers whose inputs are kept in `kept_hidden_TE`; the number of layers means the final norm's
             input.
@@ -94,6 +96,7 @@ class NativeDecoder:
         keeps_float16: bool = False,
         num_threads: int | None = None,
         loras: LoraAdapters | None = None,
+        packed: PackedFile | None = None,
         places_embeddings: bool = False,
         kept_layers: Sequence[int] | None = None,
         stores_keys: bool = False,
@@ -144,6 +147,7 @@ class NativeDecoder:
             shard=shard,
             on_progress=on_progress,
             on_matrix=None if adapters is None else adapters.add_matrix,
+            packed=packed,
         )
         self.score_head = ScoreHead.read(spec, weights, loras) if shard.is_last else None
         shape = model_shape(spec, shard, attention, num_threads)

@@ -71,6 +71,27 @@ FLOAT_TYPES = {
 }
 """Source types of floats by names of dtypes."""
 
+QUANTIZED_FORMATS = {
+    SourceType.Q4_0: WeightFormat.U4,
+    SourceType.Q4_1: WeightFormat.U4_OFFSET,
+    SourceType.Q4_K: WeightFormat.U4_OFFSET,
+    SourceType.Q5_0: WeightFormat.U5_OFFSET,
+    SourceType.Q5_1: WeightFormat.U5_OFFSET,
+    SourceType.Q5_K: WeightFormat.U5_OFFSET,
+    SourceType.Q6_K: WeightFormat.U6,
+    SourceType.Q8_0: WeightFormat.U8,
+    SourceType.MXFP4: WeightFormat.MXFP4,
+    SourceType.NVFP4: WeightFormat.NVFP4,
+}
+"""Packed formats of types of GGUF files."""
+
+FLOAT_FORMATS = {
+    "bfloat16": WeightFormat.BF16,
+    "float16": WeightFormat.F16,
+    "float32": WeightFormat.F32,
+}
+"""Packed formats of floats by names of dtypes."""
+
 GROUP_SIZE = 32
 """Number of elements of a row that integer formats quantize together. Rows must consist of whole groups."""
 

@@ -20,13 +20,16 @@ from ..loaders.gguf import GGUFCheckpoint
 from ..loaders.quantization.matrix import QuantizedMatrix
 from ..loaders.quantization.scheme import ColumnGroups
 from ..loaders.row_factors import RowFactors
+from ..loaders.stored.packed_file import PackedFile
 from ..loaders.tensor_names import TensorNames
 from ..models.weights import ProgressCallback, Rows, WeightReader
 from .library import NotSupportedNatively
 from .packing import (
     FLOAT8_ROWS,
+    FLOAT_FORMATS,
     FLOAT_TYPES,
     GROUP_SIZE,
+    QUANTIZED_FORMATS,
     ActivationKind,
     PackedWeight,
     WeightFormat,
@@ -39,26 +42,6 @@ from .packing import (
     pack_tensor,
     round_up,
 )
-
-_QUANTIZED_FORMATS = {
-    SourceType.Q4_0: WeightFormat.U4,
-    SourceType.Q4_1: WeightFormat.U4_OFFSET,
-    SourceType.Q4_K: WeightFormat.U4_OFFSET,
-    SourceType.Q5_0: WeightFormat.U5_OFFSET,
-    SourceType.Q5_1: WeightFormat.U5_OFFSET,
-    SourceType.Q5_K: WeightFormat.U5_OFFSET,
-    SourceType.Q6_K: WeightFormat.U6,
-    SourceType.Q8_0: WeightFormat.U8,
-    SourceType.MXFP4: WeightFormat.MXFP4,
-    SourceType.NVFP4: WeightFormat.NVFP4,
-}
-
-_FLOAT_FORMATS = {
-    "bfloat16": WeightFormat.BF16,
-    "float16": WeightFormat.F16,
-    "float32": WeightFormat.F32,
-}
-"""Packed formats of floats by names of dtypes."""
 
 QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
 """Packed formats to which float matrices can be quantized while they are read, by names of `--quantization`."""
@@ -79,6 +62,9 @@ _DAMAGED = (
 
 MatrixCallback: TypeAlias = Callable[[PackedWeight, Rows, int, range | None], None]
 
+RowSource: TypeAlias = Callable[[int, int], tuple[int, NDArray[np.uint8]]]
+"""A function that returns the type of a range of rows, and the rows as uint8 ``[rows, row bytes]``."""
+
 
 class NativeWeightReader(WeightReader):
     """Reads the matrices of a decoder in packed form, and its vectors as float32.
@@ -90,7 +76,7 @@ class NativeWeightReader(WeightReader):
     If `quantization` is set, float and float8 matrices are quantized if their rows consist of whole groups; embedding
     and head to at least int8. If `keeps_float16`, matrices stored in float16 stay float16. `on_matrix` is called for
     the matrices of a layer's products, with their rows, the number of columns, and the range of columns that was read;
-    None for all.
+    None for all. Matrices in the file `packed` are mapped instead.
 
     Threads may still be packing a matrix that was returned, until `finish` or `wait_until_packed`.
     """
@@ -111,6 +97,7 @@ class NativeWeightReader(WeightReader):
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
         on_matrix: MatrixCallback | None = None,
+        packed: PackedFile | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
@@ -128,6 +115,7 @@ class NativeWeightReader(WeightReader):
         self._keeps_float16 = keeps_float16
         self._num_threads = num_threads
         self._on_matrix = on_matrix
+        self._packed_file = packed
         self._memory = WeightMemory()
         self._threads = ThreadPoolExecutor(num_threads)
         self._packing: list[Future[None]] = []
@@ -174,7 +162,7 @@ class NativeWeightReader(WeightReader):
         `rows` and `columns` are its shape.
         """
         return self._packed(
-            self._prefix + name, rows, columns, _FLOAT_FORMATS[self.dtype_name], part
+            self._prefix + name, rows, columns, FLOAT_FORMATS[self.dtype_name], part
         )
 
     def packed_columns(
@@ -244,8 +232,8 @@ class NativeWeightReader(WeightReader):
         names = [f"{self._prefix}{each.name}.weight" for each in rows]
         formats = [self._format(name) for name in names]
         if len({weight_format.activation_kind for weight_format in formats}) > 1:
-            floats = set(formats) & set(_FLOAT_FORMATS.values())
-            common = floats.pop() if len(floats) == 1 else _FLOAT_FORMATS[self.dtype_name]
+            floats = set(formats) & set(FLOAT_FORMATS.values())
+            common = floats.pop() if len(floats) == 1 else FLOAT_FORMATS[self.dtype_name]
             formats = [common] * len(rows)
         weights = [
             self._packed(name, each.total, columns, weight_format, each.part, each.order)
@@ -264,14 +252,14 @@ class NativeWeightReader(WeightReader):
 
     def pack_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
         """Return a matrix that is part of the tensor `name`, packed like the checkpoint's float matrices."""
-        weight_format = _FLOAT_FORMATS[dtype_name(matrix.dtype)]
+        weight_format = FLOAT_FORMATS[dtype_name(matrix.dtype)]
         if self._quantization is not None and matrix.shape[1] % GROUP_SIZE == 0:
             weight_format = self._quantization
         return self._packed_tensor(name, weight_format, matrix)
 
     def pack_float_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
         """Return a matrix computed from the tensor `name`, packed as floats."""
-        return self._packed_tensor(name, _FLOAT_FORMATS[dtype_name(matrix.dtype)], matrix)
+        return self._packed_tensor(name, FLOAT_FORMATS[dtype_name(matrix.dtype)], matrix)
 
     def _packed_tensor(
         self, name: str, weight_format: WeightFormat, matrix: torch.Tensor
@@ -319,34 +307,47 @@ class NativeWeightReader(WeightReader):
         weight_format: WeightFormat,
         stored_type: SourceType | None,
         shape: tuple[int, int],
-        rows: Callable[[int, int], tuple[int, NDArray[np.uint8]]],
+        rows: RowSource,
         part: range | None = None,
     ) -> PackedWeight:
-        """Pack the rows that `rows` returns for each range. `part` is the range of columns; None for all."""
+        """Return a matrix of the rows that `rows` returns. `part` is the range of columns; None for all."""
         num_rows, columns = shape
         group, scale = self._scaling(name, weight_format, part or range(columns))
-        weight = allocate_packed(weight_format, num_rows, columns, self._memory, group, scale)
-        most_rows = max(1, min(_ELEMENTS_AT_ONCE // columns, num_rows // self._num_threads))
+        found = None
+        description = (name, int(weight_format), num_rows, columns, group, scale)
+        if self._packed_file is not None:
+            found = self._packed_file.take(description)
+        if found is not None:
+            weight = PackedWeight(weight_format, num_rows, columns, found, group, scale)
+        else:
+            weight = allocate_packed(weight_format, num_rows, columns, self._memory, group, scale)
+            self._pack_rows(name, weight, rows)
+            if self._packed_file is not None:
+                self._packed_file.keep(description, weight)
+        if stored_type is not None:
+            elements, size = BLOCK_SIZES[stored_type]
+            self.checkpoint.bytes_read += num_rows * columns // elements * size
+        self._mark_read(name)
+        return weight
+
+    def _pack_rows(self, name: str, weight: PackedWeight, rows: RowSource) -> None:
+        """Pack the rows that `rows` returns for each range. Threads may be busy with it afterwards."""
+        most_rows = max(1, min(_ELEMENTS_AT_ONCE // weight.k, weight.n // self._num_threads))
         step = round_up(most_rows, _ROWS_TOGETHER)
 
         def pack(start: int) -> None:
-            source_type, source = rows(start, min(start + step, num_rows))
+            source_type, source = rows(start, min(start + step, weight.n))
             if not pack_rows(weight, source_type, source, start):
                 raise self._error(_DAMAGED.format(name=repr(name)))
 
-        tasks = [self._threads.submit(pack, start) for start in range(0, num_rows, step)]
-        if weight_format is WeightFormat.BF16:
+        tasks = [self._threads.submit(pack, start) for start in range(0, weight.n, step)]
+        if weight.format == WeightFormat.BF16:
             # Its size depends on its elements, and the next matrix is stored behind it.
             for task in tasks:
                 task.result()
             weight.array = self._memory.shrink(finish_packing(weight), weight.array)
         else:
             self._packing += tasks
-        if stored_type is not None:
-            elements, size = BLOCK_SIZES[stored_type]
-            self.checkpoint.bytes_read += num_rows * columns // elements * size
-        self._mark_read(name)
-        return weight
 
     def _scaling(self, name: str, weight_format: WeightFormat, part: range) -> tuple[int, float]:
         """Return how many of these columns share a scale in F8, and the scale of the whole matrix in NVFP4."""
@@ -371,8 +372,8 @@ class NativeWeightReader(WeightReader):
         is_quantized_gguf = False
         if isinstance(self.checkpoint, GGUFCheckpoint):
             source_type = self.checkpoint.ggml_type(self._stored_name(name))
-            if source_type in _QUANTIZED_FORMATS:
-                return _QUANTIZED_FORMATS[source_type]
+            if source_type in QUANTIZED_FORMATS:
+                return QUANTIZED_FORMATS[source_type]
             is_quantized_gguf = source_type not in FLOAT_TYPES.values()
         few = self._few_rows(name)
         if few is not None:
@@ -380,14 +381,14 @@ class NativeWeightReader(WeightReader):
             from ..loaders.quantization.float8 import is_float8
 
             if (stored_as := _block_type(few)) is not None:
-                return _QUANTIZED_FORMATS[stored_as]
+                return QUANTIZED_FORMATS[stored_as]
             if self._quantization is None and is_float8(few):
                 return WeightFormat.F8
         if is_quantized_gguf:
             return WeightFormat.U8
         if self._quantization is None or self._shape(name)[1] % GROUP_SIZE:
             is_half = self._keeps_float16 and self._stored_dtype(name) == "float16"
-            return WeightFormat.F16 if is_half else _FLOAT_FORMATS[self.dtype_name]
+            return WeightFormat.F16 if is_half else FLOAT_FORMATS[self.dtype_name]
         if name == self._head or name.endswith(_EMBEDDINGS):
             return WeightFormat.U8
         return self._quantization

@@ -22,6 +22,10 @@ AHEAD_BYTES = 128 * 1024 * 1024
 WARM_UP_BYTES = 128 * 1024
 """Bytes of each buffer that the warm-up of a server may use, on small pages."""
 
+_MOVED_BYTES = 4 * HUGE_PAGE_BYTES
+"""Bytes that `move_to_huge_pages` copies at once."""
+
+_MREMAP_MAYMOVE_FIXED = 3
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), in Linux 5.14 and later."""
@@ -48,6 +52,51 @@ def allocate_together(count: int, num_bytes: int) -> list[NDArray[np.uint8]]:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     return [whole[i * size :][:num_bytes] for i in range(count)]
+
+
+def map_file(fd: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Return the first bytes of a file, uint8 [num_bytes]. Writing to them does not change the file.
+
+    Raises:
+        OSError: The file cannot be mapped.
+        ValueError: It is shorter.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=access)
+    return np.frombuffer(memory, np.uint8)
+
+
+def move_to_huge_pages(buffer: NDArray[np.uint8]) -> None:
+    """Replace the pages of a buffer by huge ones with the same content, as far as there is memory.
+
+    Other threads may read the buffer meanwhile, but not write to it. The calling thread uses a quarter of a CPU core.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+    libc.mremap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 3, ctypes.c_void_p]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    failed = ctypes.c_void_p(-1).value
+    first = -(-buffer.ctypes.data // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (buffer.ctypes.data + len(buffer)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    for target in range(first, end, _MOVED_BYTES):
+        begin = time.perf_counter()
+        size = min(_MOVED_BYTES, end - target)
+        memory = libc.mmap(None, size + HUGE_PAGE_BYTES, access, flags, 2**64 - 1, 0)
+        if memory == failed:
+            return
+        copy = -(-memory // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        libc.madvise(copy, size, _MADV_HUGEPAGE)
+        ctypes.memmove(copy, target, size)
+        is_moved = libc.mremap(copy, size, size, _MREMAP_MAYMOVE_FIXED, target) != failed
+        # A range that was moved away may belong to another thread by now, so only what is around it is freed.
+        libc.munmap(memory, copy - memory + (0 if is_moved else size))
+        libc.munmap(copy + size, HUGE_PAGE_BYTES - (copy - memory))
+        if not is_moved:
+            return
+        time.sleep(3 * (time.perf_counter() - begin))
 
 
 def _map(num_bytes: int) -> mmap.mmap:

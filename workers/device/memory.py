@@ -25,6 +25,8 @@ def count_kv_blocks(
     block_bytes: int,
     groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
     profile: MemoryProfile | None = None,
+    *,
+    reserved_bytes: int = 0,
 ) -> int:
     """Return the number of blocks that fit, including the null block, but at most as many as requests can use.
 
@@ -33,6 +35,7 @@ def count_kv_blocks(
         block_bytes: Size of one block in bytes.
         groups: The KV-cache groups.
         profile: The memory of the GPU; None for host memory.
+        reserved_bytes: Host memory that is free now, and that the worker will need for something else.
 
     Raises:
         ConfigError: Not even one request of `max_model_len` tokens fits. The message has the memory that would suffice
@@ -61,7 +64,7 @@ def count_kv_blocks(
         num_blocks = min(cache.kv_cache_memory_bytes // block_bytes, useful)
         origin = "--kv-cache-memory-bytes"
     elif profile is None:
-        num_blocks = min(free_host_bytes(config) // block_bytes, useful)
+        num_blocks = min(free_host_bytes(config, reserved_bytes) // block_bytes, useful)
         origin = "the free memory"
     else:
         num_blocks = min(profile.kv_cache // block_bytes, useful)
@@ -121,6 +124,11 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers:
     return num_bytes // block_bytes
 
 
-def free_host_bytes(config: EngineConfig) -> int:
-    """Return the number of bytes that the KV cache of one worker may take on a machine without a GPU."""
-    return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers
+def free_host_bytes(config: EngineConfig, reserved_bytes: int) -> int:
+    """Return the number of bytes that the KV cache of one worker may take on a machine without a GPU.
+
+    Each worker needs `reserved_bytes` for something else.
+    """
+    num_workers = config.parallel.num_workers
+    free = max(0, available_bytes() - num_workers * reserved_bytes)
+    return int(free * CPU_SHARE) // num_workers

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
 
 from ...protocol.checkpoint.pooling.foreign_encoders import read_foreign_encoder
 from ...protocol.config import (
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from ...protocol.checkpoint.pooling.foreign_encoders import ForeignEncoder
     from ..device.dtypes import HostDevice
     from ..loaders import Checkpoint
+    from ..loaders.stored.packed_file import PackedFile
     from .inputs.encoder_runner import EncoderRunner, RequestEncoder
     from .model_runner import ModelRunner
     from .null_runner import NullRunner
@@ -99,8 +104,16 @@ def open_runner(
             leave_replica()
             return
         checkpoint = open_weights(config.model.path)
+        packed = _find_packed_file(config, core_index, rank) if device.type == "cpu" else None
         runner = ModelRunner(
-            config, device, checkpoint, on_progress, parallel, core_index=core_index, rank=rank
+            config,
+            device,
+            checkpoint,
+            on_progress,
+            parallel,
+            core_index=core_index,
+            rank=rank,
+            packed=packed,
         )
         # Loading takes up to minutes, in which the files may have changed.
         verify_files(config.model.weight_files)
@@ -112,7 +125,11 @@ def open_runner(
         profile = runner.profile_memory(config.cache.gpu_memory_utilization)
         if profile is not None:
             logger.info("GPU memory, %s", profile)
-        num_blocks = count_kv_blocks(config, block_bytes, groups, profile)
+        # The pages of a mapped file count as free memory, but will be copied.
+        mapped_bytes = 0 if packed is None else packed.mapped_bytes
+        num_blocks = count_kv_blocks(
+            config, block_bytes, groups, profile, reserved_bytes=mapped_bytes
+        )
         num_host_blocks = count_host_blocks(
             config, block_bytes, _num_local_workers(config.parallel)
         )
@@ -144,6 +161,41 @@ def _open_encoder(
     from .inputs.clip_encoder import ClipEncoder
 
     return ClipEncoder(config, device, open_weights(config.model.path))
+
+
+def _find_packed_file(config: EngineConfig, core_index: int, rank: int) -> PackedFile | None:
+    """Return the file of the worker's packed weights, which may not exist; None if they are not to be kept.
+
+    Weights that replaced those of the start are not kept: a trainer may send others every minute.
+    """
+    model, parallel, device = config.model, config.parallel, config.device
+    if not device.packed_weights_path or model.load_format is LoadFormat.DUMMY or model.weights_id:
+        return None
+    from ..cpu.library import LIBRARY_PATH, NotSupportedNatively, instruction_set
+    from ..kv_transfer.fingerprint import hash_config_files
+    from ..loaders.stored.packed_file import PackedFile
+
+    try:
+        kernels = instruction_set()
+    except NotSupportedNatively:
+        return None
+    library = LIBRARY_PATH.stat()
+    facts = (
+        [
+            (file.size, file.modified_ns, file.head_sha256, file.content)
+            for file in model.weight_files
+        ],
+        hash_config_files(model),
+        (model.dtype, model.quantization, model.model_impl),
+        (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank),
+        (parallel.data_parallel_size, core_index)
+        if parallel.divides_experts_among_replicas
+        else (),
+        (kernels, library.st_size, library.st_mtime_ns),
+    )
+    key = hashlib.sha256(msgspec.msgpack.encode(facts)).digest()
+    limit_bytes = int(device.packed_weights_gib * (1 << 30))
+    return PackedFile(Path(device.packed_weights_path), key, limit_bytes)
 
 
 def _starts_without_torch(config: EngineConfig) -> bool:

@@ -23,6 +23,7 @@ from ..layers.parallel.dimensions import model_dimensions
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint
 from ..loaders.own_head import has_own_head
+from ..loaders.stored.packed_file import PackedFile
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_as_one, group_layers
 from ..models.lora.adapters import LoraAdapters, load_at_start
@@ -50,17 +51,25 @@ def load_model(
     parallel: ParallelState,
     *,
     has_one_group: bool = False,
+    packed: PackedFile | None = None,
 ) -> Model:
     """Load the model, and its encoder on the stages that read the encoder's outputs.
 
-    With `has_one_group`, all layers are in one KV-cache group that keeps every token, if that is possible.
+    With `has_one_group`, all layers are in one KV-cache group that keeps every token, if that is possible. The native
+    decoder maps its packed matrices from the file `packed`, if it exists.
 
     Raises:
         CheckpointError: The model is not supported, or its files are damaged.
         ConfigError: A requested backend or dtype is not available.
     """
     model = _load_decoder(
-        config, device, checkpoint, on_progress, parallel, has_one_group=has_one_group
+        config,
+        device,
+        checkpoint,
+        on_progress,
+        parallel,
+        has_one_group=has_one_group,
+        packed=packed,
     )
     if model.loras is not None:
         try:
@@ -100,6 +109,7 @@ def _load_decoder(
     parallel: ParallelState,
     *,
     has_one_group: bool,
+    packed: PackedFile | None,
 ) -> NativeDecoder | TorchDecoder:
     found = _model_spec(config, checkpoint)
     foreign = None if isinstance(found, ModelSpec) else found
@@ -137,7 +147,7 @@ def _load_decoder(
         kept_layers = _verified_layers(states, described, is_foreign=foreign is not None)
     if is_native and foreign is None:
         native = _load_native(
-            config, spec, checkpoint, attention, parallel, on_progress, kept_layers
+            config, spec, checkpoint, attention, parallel, on_progress, kept_layers, packed
         )
         if native is not None:
             return native
@@ -246,6 +256,7 @@ def _load_native(
     parallel: ParallelState,
     on_progress: ProgressCallback,
     kept_layers: Sequence[int] | None,
+    packed: PackedFile | None,
 ) -> NativeDecoder | None:
     """Return the model as a native program; None if that is not supported and not required."""
     if is_torch_loaded():
@@ -269,6 +280,7 @@ def _load_native(
             loras=_new_loras(config),
             places_embeddings=config.model.enable_prompt_embeds,
             kept_layers=kept_layers,
+            packed=packed,
         )
     except NotSupportedNatively as reason:
         if config.device.cpu_backend is CPUBackend.NATIVE:
@@ -278,4 +290,6 @@ def _load_native(
         return None
     if parallel.is_output_rank:
         logger.info("CPU kernels: %s, threads: %d", instruction_set(), num_threads)
+        if packed is not None and packed.mapped_bytes:
+            logger.info("mapped the packed weights of an earlier start: %s", packed.path)
     return decoder

@@ -21,6 +21,7 @@ from ..kv_transfer.checked_connector import CheckedConnector
 from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connector
 from ..kv_transfer.fingerprint import cache_fingerprint, divided_fingerprint
 from ..loaders import Checkpoint
+from ..loaders.stored.packed_file import PackedFile
 from ..models.lora.lora_loader import LoraLoader
 from .denoising.denoiser import Denoiser
 from .denoising.denoising import Denoising
@@ -55,8 +56,10 @@ class ModelRunner:
         *,
         core_index: int = 0,
         rank: int = 0,
+        packed: PackedFile | None = None,
     ) -> None:
         self._config, self._core_index, self._rank = config, core_index, rank
+        self._to_settle = packed
         self.connector: KVConnector | None = None
         if device.type == "cuda":
             from ..device.accelerator import Accelerator
@@ -69,7 +72,7 @@ class ModelRunner:
             # The size of an exchange between replicas is known only on the host, for which a captured graph cannot
             # wait.
             config = _without_graphs(config)
-        model = load_model(config, device, checkpoint, on_progress, parallel)
+        model = load_model(config, device, checkpoint, on_progress, parallel, packed=packed)
         if model.is_foreign:
             # A module of transformers may wait for the device, which a captured graph cannot.
             config = _without_graphs(config)
@@ -222,6 +225,10 @@ class ModelRunner:
             for load in output.lora_loads:
                 assert self.loras is not None
                 self.loras.begin(load)
+            if self._to_settle is not None:
+                # Not earlier, because it would delay the start.
+                self._to_settle.settle()
+                self._to_settle = None
             self.kv_cache.announce_blocks(output)
             self.kv_cache.copy_out(output)
             if output.cleared_blocks:

@@ -12,7 +12,8 @@ import msgspec
 from ....protocol.errors import ConfigError
 from ...cache_directory import cache_directories
 
-TOKENIZERS: Final = "converted tokenizers"
+_SHARED: Final = {"tokenizers": "converted tokenizers", "packed": "packed weights"}
+"""Directory -> name of what Engine keeps for several models."""
 
 
 class CachedModel(msgspec.Struct):
@@ -94,11 +95,11 @@ def _in_engine_cache() -> Iterator[CachedModel]:
     for models in cache_directories("models"):
         for path in sorted(models.glob("*.gguf")) if models.is_dir() else ():
             yield _file(path, path.stem, "engine")
-    for tokenizers in cache_directories("tokenizers"):
-        size = sum(path.stat().st_size for path in tokenizers.rglob("*") if path.is_file())
-        if size:
-            used_at = tokenizers.stat().st_mtime
-            yield CachedModel(TOKENIZERS, "engine", str(tokenizers), size, 0, used_at)
+    for kind, name in _SHARED.items():
+        for shared in cache_directories(kind):
+            size = sum(path.stat().st_size for path in shared.rglob("*") if path.is_file())
+            if size:
+                yield CachedModel(name, "engine", str(shared), size, 0, shared.stat().st_mtime)
 
 
 def _in_packages() -> Iterator[CachedModel]:

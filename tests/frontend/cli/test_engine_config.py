@@ -8,6 +8,7 @@ import pytest
 from engine.frontend.cli import engine_config
 from engine.frontend.cli.arguments import parse_settings
 from engine.frontend.cli.engine_config import make_engine_config
+from engine.frontend.cli.machine import gpus
 from engine.frontend.cli.options import cpu_defaults
 from engine.frontend.model_source.options import ResolvedModel
 from engine.protocol.checkpoint.model_dimensions import ModelDimensions
@@ -119,7 +120,7 @@ def test_each_worker_requires_a_gpu(
 ) -> None:
     for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(engine_config, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

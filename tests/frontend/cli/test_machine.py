@@ -70,6 +70,7 @@ def test_models_are_listed_and_removed(
     cache = tmp_path / "engine"
     write(cache, "models/small.gguf", "x" * 1000)
     write(cache, "tokenizers/abc/tokenizer.json", "{}")
+    write(cache, "packed/abc.packed", "x")
     monkeypatch.setenv("ENGINE_CACHE", str(cache))
     hub = tmp_path / "hub"
     blob = hub / "models--org--name/blobs/b1"
@@ -85,11 +86,14 @@ def test_models_are_listed_and_removed(
         entries = map(json.loads, capsys.readouterr().out.splitlines())
         return {e["name"]: e["weight_bytes"] for e in entries if e["kind"] != "package"}
 
-    assert listed() == {"org/name": 5000, "small": 1000, "converted tokenizers": 0}
+    shared = {"converted tokenizers": 0, "packed weights": 0}
+    assert listed() == {"org/name": 5000, "small": 1000, **shared}
     assert models(["rm", "small"]) == 1
     assert "--yes" in capsys.readouterr().err
     assert models(["rm", "small", "org/name", "--yes"]) == 0
     capsys.readouterr()
-    assert listed() == {"converted tokenizers": 0}
+    assert listed() == shared
+    assert models(["rm", "packed weights", "--yes"]) == 0
+    assert not (cache / "packed").exists()
     assert models(["rm", "absent", "--yes"]) == 1
     assert "absent is not in any cache" in capsys.readouterr().err

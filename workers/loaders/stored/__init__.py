@@ -1,1 +1,1 @@
-"""The tensors of safetensors files, as parts of other tensors and by other names."""
+"""Files of tensors: safetensors files, read in parts and by other names, and files of packed matrices."""
