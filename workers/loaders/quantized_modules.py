@@ -79,17 +79,8 @@ class QuantizedModules:
             for tensor in (scheme.marker, *scheme.companions)
         }
         self.names = frozenset(
-            name
-            for name in stored
-            if not _UNUSED_SCALE.fullmatch(name)
-            and name not in parts
-            and not self._has_empty_bias(checkpoint, name)
+            name for name in stored if not _UNUSED_SCALE.fullmatch(name) and name not in parts
         ) | frozenset(self._modules)
-
-    def _has_empty_bias(self, checkpoint: StoredTensors, name: str) -> bool:
-        """Return whether a stored tensor is an all-zero bias of a quantized module."""
-        module, _, _ = name.rpartition(".")
-        return f"{module}.weight" in self._modules and _is_empty_bias(checkpoint, name)
 
     @classmethod
     def from_config(
@@ -149,8 +140,3 @@ def _stored_module(
         functools.partial(CheckpointError, checkpoint.path),
         checkpoint.stored_text(f"{module}.{marker}", f"{module}.weight"),
     )
-
-
-def _is_empty_bias(checkpoint: StoredTensors, name: str) -> bool:
-    """Return whether the tensor is an all-zero bias, which some quantizers add to every module."""
-    return name.endswith(".bias") and not checkpoint.load(name).any()

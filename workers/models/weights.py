@@ -259,9 +259,8 @@ class WeightReader:
         self, name: str, rows: int, columns: int, part: range | None = None, dim: int = 0
     ) -> Weight:
         """Return a matrix for products, quantized if it is stored so and can be kept."""
-        return join_rows(
-            [self._read_matrix(self._prefix + name, (rows, columns), part, dim)], self.dtype
-        )
+        matrix = self._read_matrix(self._prefix + name, (rows, columns), part, dim)
+        return join_rows([matrix], self.dtype)
 
     def read_matrix_columns(
         self, name: str, rows: int, columns: int, parts: Sequence[range]
@@ -274,10 +273,9 @@ class WeightReader:
     def read_matrix_rows(self, rows: Sequence[Rows], columns: int) -> Weight:
         """Return rows of several modules for products, quantized if all of them can be kept so."""
         names = (f"{self._prefix}{r.name}.weight" for r in rows)
-        shapes = ((r.total, columns) for r in rows)
         parts = [
-            self._read_matrix(name, shape, r.part)
-            for name, shape, r in zip(names, shapes, rows, strict=True)
+            self._read_matrix(name, (r.total, columns), r.part)
+            for name, r in zip(names, rows, strict=True)
         ]
         ordered = [_ordered(part, r.order) for part, r in zip(parts, rows, strict=True)]
         return join_rows(ordered, self.dtype)
@@ -359,11 +357,8 @@ class WeightReader:
         return torch.stack(scales).to(self.device)
 
     def finish(self) -> None:
-        """Raise CheckpointError if tensors are left that the decoder does not use, as of another model.
-
-        Empty tensors do not count: transformers saves those of MLPs without elements.
-        """
-        unread = [name for name in self._unread if 0 not in self._shape(name)]
+        """Raise CheckpointError if tensors are left that the decoder does not use, as of another model."""
+        unread = [name for name in self._unread if not self._changes_nothing(name)]
         if unread:
             raise self._error(
                 f"{counted(len(unread), 'tensor')} cannot belong to a model with this configuration, beginning "
@@ -429,6 +424,12 @@ class WeightReader:
 
     def _size(self, name: str) -> int:
         return math.prod(self._shape(name)) * self.any_dtype.itemsize
+
+    def _changes_nothing(self, name: str) -> bool:
+        """Return whether a tensor is empty, as in MLPs without elements, or a bias of zeros, as quantizers add."""
+        if name.endswith(".bias"):
+            return not self.checkpoint.tensor(self._stored_name(name)).any()
+        return 0 in self._shape(name)
 
     def _stored_name(self, name: str) -> str:
         stored = self._stored.get(name)

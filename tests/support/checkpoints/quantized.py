@@ -49,6 +49,10 @@ def quantize_directory(
         module, _, last = key.rpartition(".")
         if last == "weight" and module.endswith(modules):
             parts, meaning[key] = form.store(tensor.float())
+            if "bias" in parts:
+                # Quantizers add one of zeros where a module has none.
+                bias = meaning[f"{module}.bias"] = tensors.get(f"{module}.bias", parts["bias"])
+                parts["bias"] = bias
             if form.kind:
                 texts[key] = torchao.header(form.kind, tensor, **form.fields)
             stored |= {

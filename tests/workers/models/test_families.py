@@ -164,6 +164,26 @@ def test_native_logits_of_quantized_experts_are_those_of_their_values(name, tole
     assert torch.linalg.norm(logits - expected) <= tolerance * torch.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_biases_of_quantized_modules_are_read_also_if_they_are_zero(load, has_zeros, tmp_path):
+    """GPTQ stores biases of zeros for all modules. Those of queries, keys and values belong to Qwen2."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    reference = make_reference("qwen2", **sizes)
+    for name, parameter in reference.named_parameters():
+        if name.endswith("_proj.bias") and has_zeros:
+            parameter.data.zero_()
+    reference.save_pretrained(tmp_path)
+    reference.load_state_dict(quantize_directory(tmp_path, "gptq"), strict=False)
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: tokens})[0],
+        expected_logits(reference, tokens),
+    )
+    # The native backend rounds activations to eight bits.
+    assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
+
+
 def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
     """Inputs of layers and their table, streams and shared keys, with rows of whole blocks."""
     for name in ("gemma3n", "gemma4-shared"):
