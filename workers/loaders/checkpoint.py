@@ -1,5 +1,6 @@
 """The interface of checkpoints of all formats."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -54,6 +55,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor. Raises `CheckpointError` if there is none of that name."""
+
+    def num_bytes(self, name: str, itemsize: int) -> int:
+        """Return the size of a tensor in the file, if the format says it, else with elements of `itemsize` bytes."""
+        return math.prod(self.shape(name)) * itemsize
 
     @abstractmethod
     def tensor(

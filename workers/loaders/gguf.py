@@ -202,6 +202,12 @@ class GGUFCheckpoint(Checkpoint):
             return tuple(self._scalars[name].shape)
         return self._tensor(name).shape
 
+    def num_bytes(self, name: str, itemsize: int) -> int:
+        """See `Checkpoint.num_bytes`."""
+        if name in self._scalars:
+            return super().num_bytes(name, itemsize)
+        return self._tensor(name).n_bytes
+
     def ggml_type(self, name: str) -> GGMLQuantizationType:
         """Return the type in which a tensor is stored."""
         return self._tensor(name).ggml_type

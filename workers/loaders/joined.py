@@ -26,6 +26,10 @@ class JoinedCheckpoint(Checkpoint):
         """See `Checkpoint.shape`."""
         return self._with(name).shape(name)
 
+    def num_bytes(self, name: str, itemsize: int) -> int:
+        """See `Checkpoint.num_bytes`."""
+        return self._with(name).num_bytes(name, itemsize)
+
     def tensor(
         self,
         name: str,

@@ -74,6 +74,10 @@ class FactoredCheckpoint(Checkpoint):
         """See `Checkpoint.shape`."""
         return self._checkpoint.shape(name)
 
+    def num_bytes(self, name: str, itemsize: int) -> int:
+        """See `Checkpoint.num_bytes`."""
+        return self._checkpoint.num_bytes(name, itemsize)
+
     def tensor(
         self,
         name: str,

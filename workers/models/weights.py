@@ -423,7 +423,7 @@ class WeightReader:
         return (name in head or name.startswith(_LAST_STAGE)) and not shard.is_last
 
     def _size(self, name: str) -> int:
-        return math.prod(self._shape(name)) * self.any_dtype.itemsize
+        return self.checkpoint.num_bytes(self._stored_name(name), self.any_dtype.itemsize)
 
     def _changes_nothing(self, name: str) -> bool:
         """Return whether a tensor is empty, as in MLPs without elements, or a bias of zeros, as quantizers add."""
