@@ -208,7 +208,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     Attributes:
         max_tokens: The maximum number of output tokens; None for as many as the context allows.
-        min_tokens: The number of tokens before which no end-of-sequence or stop token is sampled.
+        min_tokens: The number of tokens before which no end-of-sequence or stop token is sampled, unless a structured
+            output allows nothing else.
         temperature: The divisor of the logits. 0 is greedy.
         top_p: The total probability of the most probable tokens that are kept. 0 is greedy.
         top_k: The number of most probable tokens that are kept; 0 or -1 keeps all.

@@ -271,8 +271,13 @@ class Request(RequestConstants):
         return hashes[index] if index < len(hashes) else None
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
-        """Return whether the request stops if this is its output token number `num_output_tokens`, counted from 1."""
-        return token_id in self.stop_token_ids and num_output_tokens >= self.params.min_tokens
+        """Return whether the request stops if this is its output token number `num_output_tokens`, counted from 1.
+
+        Before `min_tokens`, workers sample an end token only if the request's grammar allows nothing else.
+        """
+        params = self.params
+        may_stop = num_output_tokens >= params.min_tokens or params.structured_output is not None
+        return may_stop and token_id in self.stop_token_ids
 
     def hash_output_blocks(
         self,

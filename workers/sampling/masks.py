@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...protocol.arrays import Int32Array
+from ...protocol.arrays import Int32Array, Int64Array
 from ..device.transfers import to_device
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -29,6 +29,12 @@ def pack_bitmask(token_ids: Iterable[int], vocab_size: int) -> Int32Array:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[np.fromiter(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allows_only(bitmask_K: Int32Array, token_ids: Int64Array) -> bool:
+    """Return whether a bitmask, int32 [K], allows no token besides these."""
+    num_bits = len(bitmask_K) * 32
+    return not (bitmask_K & ~pack_bitmask(token_ids[token_ids < num_bits], num_bits)).any()
 
 
 def token_limits(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) -> torch.Tensor:

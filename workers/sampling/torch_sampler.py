@@ -5,7 +5,7 @@ Shapes: S rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from .chain import Kind, apply_samplers
 from .choice import choose_tokens, mark_not_numbers
 from .logit_changes import LogitChanges
 from .logprobs import compute_logprobs, compute_processed
-from .masks import limit, token_limits
+from .masks import allows_only, limit, token_limits
 from .metadata import SamplingMetadata
 from .penalties import SeenTokens
 from .random import Stream, uniforms
@@ -79,14 +79,16 @@ class TorchSampler(Sampler):
         wanted = metadata.logprobs
         # Check before masking, which could hide a NaN.
         raw_peak_S = logits_SV.amax(1) if will_change else None
+        ending: set[int] = set()
         if grammar is not None:
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
+            ending = self._find_ending(metadata.slots_S, rows_G, bitmask_GK)
         raw_logits_RV = (
             None if wanted is None else wanted.raw_logits(logits_SV, metadata.changes_logits)
         )
-        changes = self._change(logits_SV, metadata, positions_S)
+        changes = self._change(logits_SV, metadata, positions_S, ending)
         self._apply_samplers(logits_SV, changes, metadata, positions_S)
         chosen_S = self._choose(logits_SV, metadata, positions_S)
         if raw_peak_S is not None:
@@ -134,14 +136,33 @@ class TorchSampler(Sampler):
         return self._choose(logits_SV, metadata, positions_S)
 
     def _change(
-        self, logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+        self,
+        logits_SV: torch.Tensor,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+        ending: Collection[int] = (),
     ) -> LogitChanges | None:
-        """Apply the changes that the requests ask for, and return them, or None if there are none."""
+        """Apply the changes that the requests ask for, and return them, or None if there are none.
+
+        In the rows `ending`, the tokens that end a request are not forbidden.
+        """
         if not metadata.changes_logits:
             return None
         changes = self._changes_for(metadata)
-        self._change_logits(logits_SV, changes, positions_S)
+        self._change_logits(logits_SV, changes, positions_S, ending)
         return changes
+
+    def _find_ending(
+        self, slots_S: Int64Array, rows_G: Int64Array, bitmask_GK: Int32Array
+    ) -> set[int]:
+        """Return the rows whose grammar allows only tokens that end the request."""
+        ends_of_slot = self._state.end_token_ids
+        return {
+            row
+            for row, bitmask_K in zip(rows_G.tolist(), bitmask_GK, strict=True)
+            if (ends := ends_of_slot.get(int(slots_S[row]))) is not None
+            and allows_only(bitmask_K, ends)
+        }
 
     def _rows_of(self, slots_S: Int64Array, grammar: Grammar) -> tuple[Int64Array, Int32Array]:
         """Return the batch rows of the grammar's slots, in batch order, and their bitmasks."""
@@ -166,7 +187,11 @@ class TorchSampler(Sampler):
         return self._changes[1]
 
     def _change_logits(
-        self, logits_SV: torch.Tensor, changes: LogitChanges, positions_S: Int32Array
+        self,
+        logits_SV: torch.Tensor,
+        changes: LogitChanges,
+        positions_S: Int32Array,
+        ending: Collection[int],
     ) -> None:
         logits = logits_SV.view(-1)
         if changes.transcripts is not None:
@@ -177,7 +202,8 @@ class TorchSampler(Sampler):
             self._bad_words.mask(logits_SV, changes.bad_words)
         ends = changes.end_tokens
         if ends is not None:
-            index = ends.index_E[positions_S[ends.rows_E] < ends.min_lengths_E]
+            is_early_E = positions_S[ends.rows_E] < ends.min_lengths_E
+            index = ends.index_E[is_early_E & ~np.isin(ends.rows_E, list(ending))]
             logits.index_fill_(0, self._to_device(index), float("-inf"))
         if changes.logit_bias is not None:
             logits.index_add_(0, changes.logit_bias.index_E, changes.logit_bias.values_E)

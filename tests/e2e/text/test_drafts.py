@@ -164,6 +164,17 @@ def test_tokens_forced_by_a_schema_take_fewer_steps(drafting: Server, plain: Ser
     assert few < 0.9 * many
 
 
+def test_an_answer_ends_with_its_grammar_even_before_min_tokens(
+    drafting: Server, plain: Server
+) -> None:
+    choices = {"choice": ["a duck and a fish", "a fish and a duck"]}
+    features = {"structured_outputs": choices, "min_tokens": 20, "ignore_eos": False}
+    for server in (drafting, plain):
+        ((text, finish_reason, *_),), _ = ask(server, {"temperature": 0, **features})
+        assert text in choices["choice"]
+        assert finish_reason == "stop"
+
+
 def test_drafts_do_not_change_outputs_of_concurrent_requests(
     drafting: Server, plain: Server
 ) -> None:

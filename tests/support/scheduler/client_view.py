@@ -70,7 +70,8 @@ def run_alone(
         token_id = choose_token(fingerprint, vocab_size, allowed)
         fingerprint = extend_at(fingerprint, token_id, len(prompt) + len(output), places)
         output.append(token_id)
-        if token_id in (*eos, *params.stop_token_ids) and len(output) >= params.min_tokens:
+        may_stop = len(output) >= params.min_tokens or params.structured_output is not None
+        if may_stop and token_id in (*eos, *params.stop_token_ids):
             return output, FinishReason.STOP, None if token_id in eos else token_id
         if len(output) >= limit:
             return output, FinishReason.LENGTH, None

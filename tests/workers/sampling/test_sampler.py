@@ -262,6 +262,20 @@ def test_min_tokens_delays_eos_and_stop_tokens(new_rows: NewRows) -> None:
     assert [batch.tokens(logits, [0])[0] for _ in range(2)] == [4, 2]
 
 
+def test_a_finished_grammar_ends_a_request_before_its_min_tokens(new_rows: NewRows) -> None:
+    logits = torch.zeros(3, V)
+    logits[:, 2], logits[:, 4] = 9, 7
+    batch = new_rows(V)
+    for slot in range(3):
+        batch.add(slot, greedy(min_tokens=3, stop_token_ids=(8,)))
+    finished, optional, other = [2], [2, 4], [4, 8]
+    masks = np.stack([pack_bitmask(ids, V) for ids in (finished, optional, other)])
+    output = batch.sample(logits, [0, 1, 2], grammar_of([0, 1, 2], masks))
+    assert output.token_ids.tolist() == [2, 4, 4]
+    # Without a grammar, the end token stays forbidden.
+    assert batch.tokens(logits, [0, 1, 2]) == [4, 4, 4]
+
+
 def test_bias_allowed_tokens_and_bad_words_are_applied(new_rows: NewRows) -> None:
     logits = torch.zeros(4, V)
     logits[:, 10], logits[:, 20] = 5, 4

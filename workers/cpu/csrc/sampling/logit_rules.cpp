@@ -15,17 +15,24 @@ constexpr double kMaxPenalty = 1e30;
 
 }  // namespace
 
-void LogitChanger::change(const LogitRules& rules, const History& history, float* logits) {
+void LogitChanger::change(const LogitRules& rules, const History& history, bool has_grammar, float* logits) {
   follow_transcript(rules, history, logits);
   if (rules.allowed) limit(rules.allowed, logits);
   forbid_ends_of(rules.bad_words, rules.bad_words_size, history, logits);
-  if (history.num_tokens < rules.min_length)
+  if (history.num_tokens < rules.min_length && !(has_grammar && allows_only_ends(rules, logits)))
     for (int i = 0; i < rules.num_end_tokens; i++)
       if (is_token(rules.end_tokens[i])) logits[rules.end_tokens[i]] = -INFINITY;
   for (int i = 0; i < rules.num_biases; i++)
     if (is_token(rules.bias_tokens[i])) logits[rules.bias_tokens[i]] += rules.biases[i];
   if (rules.has_penalties) penalize(rules, history, logits);
   if (rules.dry_multiplier > 0) penalize_repetitions(rules, history, logits);
+}
+
+bool LogitChanger::allows_only_ends(const LogitRules& rules, const float* logits) const {
+  const int64_t* end = rules.end_tokens + rules.num_end_tokens;
+  for (int i = 0; i < vocab_size_; i++)
+    if (logits[i] > -INFINITY && std::find(rules.end_tokens, end, i) == end) return false;
+  return true;
 }
 
 void LogitChanger::follow_transcript(const LogitRules& rules, const History& history, float* logits) const {

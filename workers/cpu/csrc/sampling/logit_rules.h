@@ -47,11 +47,13 @@ struct LogitRules {
 class LogitChanger {
  public:
   explicit LogitChanger(int vocab_size) : vocab_size_(vocab_size) {}
-  void change(const LogitRules& rules, const History& history, float* logits);
+  // If the request has a grammar that allows nothing but end tokens, they are not forbidden.
+  void change(const LogitRules& rules, const History& history, bool has_grammar, float* logits);
   // Forbids the tokens whose bit is not set.
   void limit(const uint32_t* allowed, float* logits) const;
 
  private:
+  bool allows_only_ends(const LogitRules& rules, const float* logits) const;
   void follow_transcript(const LogitRules& rules, const History& history, float* logits) const;
   void place_timestamps(const LogitRules& rules, const History& history, float* logits) const;
   void forbid(int64_t first, int64_t end, float* logits) const;

@@ -92,7 +92,7 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
     }
     changer_.change(rows.rules[slot],
                     {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
-                    logits);
+                    rows.grammar[slot] != nullptr, logits);
     kernels().sampling->block_maxima(logits, vocab_size_, maxima);
     look_at(logits, maxima);
     if (rows.rules[slot].num_samplers && std::isfinite(peak_)) {
