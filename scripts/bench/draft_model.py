@@ -33,10 +33,10 @@ DRAFT: Final = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layer
 def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor, seed: int) -> Path:
     """Write a model that generates token `following[i]` after token i."""
     torch.manual_seed(seed)
-    width = sizes["hidden_size"]
+    width, vocab_size = sizes["hidden_size"], len(following)
     heads = width // 64
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
         max_position_embeddings=4096,
@@ -46,7 +46,7 @@ def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor,
         **sizes,
     )
     model = transformers.LlamaForCausalLM(config)
-    embedding = torch.randn(VOCAB_SIZE, width)
+    embedding = torch.randn(vocab_size, width)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -54,7 +54,7 @@ def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor,
         model.model.embed_tokens.weight.copy_(embedding)
         model.lm_head.weight[following] = embedding / width**0.5
     model.bfloat16().save_pretrained(directory)
-    vocabulary = {f"w{token}": token for token in range(VOCAB_SIZE)}
+    vocabulary = {f"w{token}": token for token in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
