@@ -35,7 +35,8 @@ from ...protocol.encoder_inputs.payloads import AudioPayload
 from ...protocol.errors import EngineError
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .audio import causal, codec
+from .audio.causal import CausalEncoder, PartEncoder
+from .audio.codec import CodecEncoder
 from .audio.conformer import Conformer
 from .audio.ctc_conformer import CtcConformer
 from .audio.fast_conformer import FastConformer
@@ -86,22 +87,20 @@ class AudioTower:
                 outputs_KD = self._encode(features_CN, clip.window, clip.num_outputs)
             elif isinstance(self._encode, WaveEncoders):
                 outputs_KD = self._encode(features_CN, clip.window)
-            elif isinstance(self._encode, causal.CausalEncoder | codec.CodecEncoder):
+            elif isinstance(self._encode, PartEncoder):
                 outputs_KD, _ = self._encode(features_CN, None)
             else:
                 outputs_KD = self._encode(features_CN)
             return outputs_KD[: clip.num_outputs or None]
 
     @torch.inference_mode()
-    def encode_next(
-        self, data: bytes, state: Any
-    ) -> tuple[Tensor, causal.CausalState | codec.CodecState]:
-        """Return the embeddings for the next part of a clip, and the state after it. `state` is None for the first.
+    def encode_next(self, data: bytes, state: Any) -> tuple[Tensor, Any]:
+        """Return the embeddings for the next part of a clip, and the state after it; see `PartEncoder`.
 
         Raises:
             EngineError: The data are invalid, which a correct frontend never sends.
         """
-        assert isinstance(self._encode, causal.CausalEncoder | codec.CodecEncoder)
+        assert isinstance(self._encode, PartEncoder)
         _, features_CN = self._read(data)
         if features_CN.shape[1] % self._encode.frames_per_output:
             raise EngineError(f"a part of a clip has {features_CN.shape[1]} frames")
@@ -379,17 +378,11 @@ def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> La
     )
 
 
-_Encoder: TypeAlias = (
-    Callable[[Tensor], Tensor]
-    | _WhisperTower
-    | WaveEncoders
-    | causal.CausalEncoder
-    | codec.CodecEncoder
-)
+_Encoder: TypeAlias = Callable[[Tensor], Tensor] | _WhisperTower | WaveEncoders | PartEncoder
 _ENCODERS: Final[dict[type, Callable[[Any, TowerSource], _Encoder]]] = {
     AudioTowerSpec: _WhisperTower,
-    CausalSpec: causal.CausalEncoder,
-    CodecSpec: codec.CodecEncoder,
+    CausalSpec: CausalEncoder,
+    CodecSpec: CodecEncoder,
     ConformerSpec: Conformer,
     CtcConformerSpec: CtcConformer,
     FastConformerSpec: FastConformer,

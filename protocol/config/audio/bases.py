@@ -1,5 +1,6 @@
 """The base classes of encoders that read audio clips without silence after them."""
 
+from abc import abstractmethod
 from typing import ClassVar, Literal
 
 import msgspec
@@ -35,3 +36,27 @@ class LayeredSpec(UnpaddedSpec, frozen=True):
     num_heads: int
     num_frames: int
     output_size: int
+
+
+class AddedSpec(LayeredSpec, frozen=True):
+    """The base of causal encoders whose outputs are added to the embeddings of all tokens.
+
+    A clip is read in parts of at most `num_frames` frames, each of which continues after the one before. Rows attend to
+    the `window` rows up to themselves, which are rotated with the base `theta`.
+    """
+
+    intermediate_size: int
+    head_dim: int
+    window: int
+    theta: float
+    norm_eps: float
+    activation: str
+
+    @property
+    @abstractmethod
+    def frames_per_output(self) -> int:
+        """The number of frames of an output."""
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of outputs for the frames of a part."""
+        return num_frames // self.frames_per_output

@@ -2,16 +2,15 @@
 
 import math
 
-from .bases import LayeredSpec
+from .bases import AddedSpec
 
 
-class CodecSpec(LayeredSpec, frozen=True, tag=True):
+class CodecSpec(AddedSpec, frozen=True, tag=True):
     """The encoder of Mimi (arXiv 2410.00037), whose codes have vectors that are added to all tokens (Kyutai's models).
 
-    A clip is read in parts of at most `num_frames` samples, each of which continues after the one before. Causal
-    convolutions make rows of them: the first has `kernel_size` taps, and each of `ratios` has one that doubles the
-    channels, which are `num_filters` at first, after `num_residuals` blocks whose dilations grow by `dilation_growth`.
-    Transformer layers attend within `window` rows. A convolution halves the number of rows, of which
+    A frame is a sample. Causal convolutions make rows of samples: the first has `kernel_size` taps, and each of
+    `ratios` has one that doubles the channels, which are `num_filters` at first, after `num_residuals` blocks whose
+    dilations grow by `dilation_growth`. After transformer layers, a convolution halves the number of rows, of which
     `num_semantic` quantizers and the others each choose a code for a residual.
 
     The vectors of codebook i begin at row `first_vector` + i * `num_vectors` of the embedding. An output has those of
@@ -19,12 +18,6 @@ class CodecSpec(LayeredSpec, frozen=True, tag=True):
     the prompt's `prompt_token`, if they differ.
     """
 
-    intermediate_size: int
-    head_dim: int
-    window: int
-    theta: float
-    norm_eps: float
-    activation: str
     num_filters: int
     kernel_size: int
     last_kernel_size: int
@@ -53,7 +46,3 @@ class CodecSpec(LayeredSpec, frozen=True, tag=True):
     def frames_per_output(self) -> int:
         """The number of samples of an output."""
         return 2 * math.prod(self.ratios)
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the samples of a part."""
-        return num_frames // self.frames_per_output

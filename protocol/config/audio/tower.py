@@ -6,7 +6,7 @@ import msgspec
 
 from ..query_former import QueryFormerSpec
 from ..token_decoders import CtcSpec, TransducerSpec
-from .bases import LayeredSpec, UnpaddedSpec
+from .bases import AddedSpec, LayeredSpec, UnpaddedSpec
 from .codec import CodecSpec
 from .conformer_layers import ConformerLayers, CtcConformerSpec
 from .samples import FrameSpec, SamplesSpec, StreamingSpec, WaveSpec
@@ -327,23 +327,16 @@ class MemorySpec(LayeredSpec, frozen=True, tag=True):
         return -(-num_frames // (1 << self.num_halvings))
 
 
-class CausalSpec(LayeredSpec, frozen=True, tag=True):
-    """A causal encoder, whose outputs are added to the embeddings of all tokens (Voxtral Realtime).
+class CausalSpec(AddedSpec, frozen=True, tag=True):
+    """The encoder of Voxtral Realtime.
 
-    A clip is read in parts of at most `num_frames` frames, each of which continues after the one before. Two
-    convolutions turn every two frames into one row. A row attends to the `window` rows up to itself, which are rotated
-    with the base `theta`. `rows_per_output` neighboring rows are concatenated, and two matrices make an output of them.
+    Two convolutions turn every two frames into one row. `rows_per_output` neighboring rows are concatenated, and two
+    matrices make an output of them.
 
     The text is `delay` outputs behind the speech. The norms of the decoder's MLPs depend on this number.
     """
 
     num_mel_bins: int
-    intermediate_size: int
-    head_dim: int
-    window: int
-    theta: float
-    norm_eps: float
-    activation: str
     projection_activation: str
     rows_per_output: int
     delay: int
@@ -352,10 +345,6 @@ class CausalSpec(LayeredSpec, frozen=True, tag=True):
     def frames_per_output(self) -> int:
         """The number of frames of an output."""
         return 2 * self.rows_per_output
-
-    def num_outputs(self, num_frames: int) -> int:
-        """Return the number of outputs for the frames of a part."""
-        return num_frames // self.frames_per_output
 
 
 class PatchesSpec(LayeredSpec, frozen=True, tag=True):
@@ -419,6 +408,3 @@ AnyAudioSpec: TypeAlias = (
     | CausalSpec
     | CodecSpec
 )
-
-ADDED_SPECS: Final = (CausalSpec, CodecSpec)
-"""Encoders whose outputs are added to all tokens. They read clips in parts, one after another."""

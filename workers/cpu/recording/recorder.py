@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....protocol.checkpoint.recurrent_layers import ConvolvedAttention
-from ....protocol.config.audio.tower import ADDED_SPECS
+from ....protocol.config.audio.bases import AddedSpec
 from ...layers.layer_spec import LayerSpec
 from ...layers.parallel.shard import ModelShard
 from ...layers.rope import RopeSpec
@@ -164,7 +164,7 @@ class Recorder:
         if spec.dropped_token is not None:
             program.add_op("drop_masked", source=spec.dropped_token)
         has_tower = (spec.encoder or spec.audio_encoder) is not None
-        are_added = isinstance(spec.audio_encoder, ADDED_SPECS)
+        are_added = isinstance(spec.audio_encoder, AddedSpec)
         has_norm = spec.has_embedding and spec.has_embedding_norm
         if has_norm and spec.places_after_norm:
             if positions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,6 @@ from ....protocol.encoder_inputs.inputs import EncoderInput
 
 # Few models read audio clips in parts.
 if TYPE_CHECKING:
-    from ...towers.audio.causal import CausalState
-    from ...towers.audio.codec import CodecState
     from ...towers.audio_tower import AudioTower
 
 
@@ -24,7 +22,7 @@ class ClipParts:
 
     def __init__(self, tower: AudioTower) -> None:
         self._tower = tower
-        self._states: dict[bytes, CausalState | CodecState] = {}
+        self._states: dict[bytes, Any] = {}
 
     def encode(self, parts: Sequence[EncoderInput], index: int) -> torch.Tensor:
         """Return the outputs of one of the parts of a clip.

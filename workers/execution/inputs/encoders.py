@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ....protocol.arrays import Int32Array, int32_view
 from ....protocol.checkpoint.vision.spec import VisionSpec
-from ....protocol.config.audio.tower import ADDED_SPECS
+from ....protocol.config.audio.bases import AddedSpec
 from ....protocol.encoder_inputs.inputs import EncoderInput
 from ....protocol.errors import EngineError
 from ....protocol.worker_messages import EncoderWork, NewRequestData
@@ -55,7 +55,7 @@ class Encoders:
         self._ends: dict[int, int] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
         self._clips: ClipParts | None = None
-        if isinstance(spec.audio_encoder, ADDED_SPECS):
+        if isinstance(spec.audio_encoder, AddedSpec):
             # Imported here, because it imports all towers.
             from ...towers.audio_tower import AudioTower
 

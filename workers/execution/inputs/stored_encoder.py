@@ -18,7 +18,7 @@ import torch
 
 from ....protocol.checkpoint.content_hash import hash_content
 from ....protocol.config import EngineConfig, LoadFormat
-from ....protocol.config.audio.tower import ADDED_SPECS
+from ....protocol.config.audio.bases import AddedSpec
 from ....protocol.errors import ConfigError
 from ...cpu.library import LIBRARY_PATH, instruction_set
 from ...kv_transfer.fingerprint import hash_config_files
@@ -240,7 +240,7 @@ def store_outputs(
         ConfigError: The directory cannot be used.
     """
     root = config.cache.encoder_disk_path
-    if root is None or isinstance(spec.audio_encoder, ADDED_SPECS):
+    if root is None or isinstance(spec.audio_encoder, AddedSpec):
         # The parts of a growing clip are encoded one after another, and depend on those before.
         return encoder
     limit = int(config.cache.encoder_disk_gib * GIB)

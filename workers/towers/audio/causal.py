@@ -6,7 +6,8 @@ O outputs.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,23 @@ _MARKER: Final = "audio_tower.embedder.conv1.weight"
 _KERNEL: Final = 3
 
 
+class PartEncoder(ABC):
+    """An encoder that reads a clip part by part, each of which continues from the state after the one before.
+
+    Attributes:
+        frames_per_output: The number of frames of an output.
+    """
+
+    frames_per_output: int
+
+    @abstractmethod
+    def __call__(self, features_CN: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return the outputs [O, output size] for the frames of a clip after `state`, and the state after them.
+
+        A state of None is that before the clip.
+        """
+
+
 class CausalState(NamedTuple):
     """The state of the encoder after a part of a clip, from which the next part continues.
 
@@ -35,7 +53,7 @@ class CausalState(NamedTuple):
     num_rows: int
 
 
-class CausalEncoder:
+class CausalEncoder(PartEncoder):
     """The encoder and the projection of its outputs."""
 
     def __init__(self, spec: CausalSpec, source: TowerSource) -> None:
@@ -64,7 +82,7 @@ class CausalEncoder:
     def __call__(
         self, features_CN: Tensor, state: CausalState | None
     ) -> tuple[Tensor, CausalState]:
-        """Return the outputs [O, output size] for the frames of a clip after `state`, and the state after them."""
+        """See `PartEncoder`."""
         if state is None:
             state = self._first_state(features_CN)
         (first, first_bias), (second, second_bias) = self._convolutions

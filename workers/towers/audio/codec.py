@@ -20,7 +20,7 @@ from ...loaders import Checkpoint
 from ..image_tower import TowerSource
 from ..rotary import PatchRotary, PatchRotation
 from ..weights import VisionWeights, find_activation
-from .causal import attend_window
+from .causal import PartEncoder, attend_window
 
 _MARKER: Final = "codec_model.encoder.layers.0.conv.weight"
 _TABLE: Final = "embed_tokens.embed_tokens.weight"
@@ -40,7 +40,7 @@ class CodecState(NamedTuple):
     output_O: Tensor
 
 
-class CodecEncoder:
+class CodecEncoder(PartEncoder):
     """The encoder, its quantizers and the vectors of their codes."""
 
     def __init__(self, spec: CodecSpec, source: TowerSource) -> None:
@@ -80,7 +80,7 @@ class CodecEncoder:
             self._first_O += rows_VO[spec.first_token] - rows_VO[spec.prompt_token]
 
     def __call__(self, samples_1N: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        """Return the outputs [F, O] for the samples of a clip after `state`, and the state after them."""
+        """See `PartEncoder`. The outputs are [F, O]."""
         if state is None:
             none = samples_1N.new_zeros(2, self._spec.num_heads, 0, self._spec.head_dim)
             state = CodecState([], [none] * len(self._layers), 0, self._first_O)
