@@ -91,7 +91,8 @@ class BlockHead(DraftHead):
         )
         plan = plan_chunks(slots_S, begins_S.astype(np.int64), counts_S)
         store = self._model.store_keys
-        if self._layout.norms_context and isinstance(self._model, Decoder):
+        if self._layout.norms_context:
+            assert isinstance(self._model, Decoder)
             store = partial(self._model.store_keys, has_norms=True)
         store(
             self.fusion.read_context(computed.hidden_TE[rows_T]),

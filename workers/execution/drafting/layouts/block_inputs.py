@@ -8,15 +8,14 @@ from typing import Final
 from .....protocol.checkpoint.config_fields import ConfigFields
 from ....loaders import Checkpoint
 
+_DEEPSEEK_4_1: Final = "DeepseekV41ForCausalLM"
+_DEEPSEEK: Final = ("DeepseekV4ForCausalLM", _DEEPSEEK_4_1)
+
 
 def block_fields(checkpoint: Checkpoint) -> ConfigFields:
     """Return the config of a DFlash or DSpark head, with the fields of its section for text."""
     fields = ConfigFields(checkpoint.config, checkpoint.config_path)
     return fields.with_values(fields.section_or_empty("text_config").config)
-
-
-_DEEPSEEK_4_1: Final = "DeepseekV41ForCausalLM"
-_DEEPSEEK: Final = ("DeepseekV4ForCausalLM", _DEEPSEEK_4_1)
 
 
 def is_deepseek(fields: ConfigFields) -> bool:
