@@ -76,8 +76,10 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     """
     device = DeviceConfig(**settings["device"])
     if device.packed_weights_gib:
-        directory = str(cache_directory("packed"))
-        device = msgspec.structs.replace(device, packed_weights_path=directory)
+        # Without a directory that this user can write, a worker packs weights at each start.
+        with contextlib.suppress(ConfigError, OSError):
+            directory = str(cache_directory("packed"))
+            device = msgspec.structs.replace(device, packed_weights_path=directory)
     settings = with_hidden_states(settings)
     model = diffusion.fit_model(model, settings["scheduler"], device.device)
     parallel = _as_first_node(make_parallel_config(settings))

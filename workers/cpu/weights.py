@@ -313,17 +313,15 @@ class NativeWeightReader(WeightReader):
         """Return a matrix of the rows that `rows` returns. `part` is the range of columns; None for all."""
         num_rows, columns = shape
         group, scale = self._scaling(name, weight_format, part or range(columns))
-        found = None
+        file = self._packed_file
         description = (name, int(weight_format), num_rows, columns, group, scale)
-        if self._packed_file is not None:
-            found = self._packed_file.take(description)
-        if found is not None:
+        if file is not None and (found := file.take(description)) is not None:
             weight = PackedWeight(weight_format, num_rows, columns, found, group, scale)
         else:
             weight = allocate_packed(weight_format, num_rows, columns, self._memory, group, scale)
             self._pack_rows(name, weight, rows)
-            if self._packed_file is not None:
-                self._packed_file.keep(description, weight)
+            if file is not None:
+                file.keep(description, weight)
         if stored_type is not None:
             elements, size = BLOCK_SIZES[stored_type]
             self.checkpoint.bytes_read += num_rows * columns // elements * size

@@ -88,9 +88,10 @@ def move_to_huge_pages(buffer: NDArray[np.uint8]) -> None:
         if memory == failed:
             return
         copy = -(-memory // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        libc.madvise(copy, size, _MADV_HUGEPAGE)
-        ctypes.memmove(copy, target, size)
-        is_moved = libc.mremap(copy, size, size, _MREMAP_MAYMOVE_FIXED, target) != failed
+        is_moved = False
+        if not libc.madvise(copy, size, _MADV_HUGEPAGE):
+            ctypes.memmove(copy, target, size)
+            is_moved = libc.mremap(copy, size, size, _MREMAP_MAYMOVE_FIXED, target) != failed
         # A range that was moved away may belong to another thread by now, so only what is around it is freed.
         libc.munmap(memory, copy - memory + (0 if is_moved else size))
         libc.munmap(copy + size, HUGE_PAGE_BYTES - (copy - memory))

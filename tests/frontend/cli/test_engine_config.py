@@ -42,6 +42,19 @@ def test_settings_become_engine_config(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == limits
 
 
+def test_weights_are_packed_at_each_start_if_the_user_can_write_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_CACHE", str(tmp_path))
+    assert configure("--device=cpu").device.packed_weights_path == str(tmp_path / "packed")
+    off = configure("--device=cpu", "--packed-weights-gib", "0")
+    assert off.device.packed_weights_path == ""
+    monkeypatch.delenv("ENGINE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
+    assert configure("--device=cpu").device.packed_weights_path == ""
+
+
 def test_xxh3_without_its_package_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"--prefix-hash xxh3 needs .* pip install xxhash"):

@@ -66,6 +66,25 @@ def test_a_mapped_matrix_keeps_its_content_on_huge_pages_while_it_is_read(tmp_pa
     assert is_complete(opened(tmp_path))
 
 
+def test_replicas_that_start_together_write_the_file_once(tmp_path: Path) -> None:
+    replicas = [opened(tmp_path) for _ in range(2)]
+    for file in replicas:
+        for description, matrix in zip(DESCRIPTIONS, matrices(), strict=True):
+            file.keep(description, matrix)
+    for thread in [file.settle() for file in replicas]:
+        thread.join()
+    path = replicas[0].path
+    assert list(path.parent.iterdir()) == [path]
+    written = path.stat()
+    # One that did not find the file finds it now.
+    late = opened(tmp_path / "other")
+    late.path = path
+    late.keep(DESCRIPTIONS[0], matrices()[0])
+    late.settle().join()
+    assert path.stat().st_ino == written.st_ino
+    assert is_complete(opened(tmp_path))
+
+
 def test_matrices_in_another_order_are_packed_again(tmp_path: Path) -> None:
     write(tmp_path)
     file = opened(tmp_path)

@@ -58,7 +58,6 @@ class PackedFile:
 
     Attributes:
         path: The file, which may not exist.
-        mapped_bytes: The size of the matrices in the file; 0 if there is none.
 
     Args:
         directory: The directory of all such files.
@@ -68,13 +67,21 @@ class PackedFile:
 
     def __init__(self, directory: Path, key: bytes, limit_bytes: int) -> None:
         self.path = directory / f"{key.hex()[:32]}.packed"
-        self.mapped_bytes = 0
         self._limit_bytes = limit_bytes
         self._data = np.empty(0, np.uint8)
         self._entries: list[_Entry] = []
         self._kept: list[tuple[Description, Packed]] = []
-        with contextlib.suppress(OSError, ValueError, struct.error, msgspec.MsgspecError):
-            self._open()
+        with _unless_damaged(), self.path.open("rb") as file:
+            entries, num_bytes = _read_index(file)
+            self._data = map_file(file.fileno(), num_bytes)
+            self._entries = entries[::-1]
+            # The file that was not used for longest is deleted first.
+            os.utime(self.path)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The size of the matrices in the file; 0 if there is none."""
+        return len(self._data)
 
     def take(self, description: Description) -> NDArray[np.uint8] | None:
         """Return the next matrix of the file if it is this one, else None."""
@@ -88,7 +95,7 @@ class PackedFile:
 
     def keep(self, description: Description, weight: Packed) -> None:
         """Remember a matrix that was packed, for `settle`. It may be filled later."""
-        if not self.mapped_bytes:
+        if not len(self._data):
             self._kept.append((description, weight))
 
     def settle(self) -> threading.Thread:
@@ -101,7 +108,7 @@ class PackedFile:
         return thread
 
     def _settle(self) -> None:
-        if self.mapped_bytes:
+        if len(self._data):
             move_to_huge_pages(self._data)
             return
         kept, self._kept = self._kept, []
@@ -113,43 +120,33 @@ class PackedFile:
         except OSError as error:
             logger.info("cannot keep the packed weights in %s: %s", self.path, error.strerror)
 
-    def _open(self) -> None:
-        """Map the file. Raise OSError, ValueError, struct.error or MsgspecError if it is missing or damaged."""
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid not in (0, os.geteuid()):
-                raise PermissionError
-            file.seek(max(0, status.st_size - _TRAILER.size))
-            offset, checksum, magic = _TRAILER.unpack(file.read())
-            file.seek(offset)
-            index = file.read()[: -_TRAILER.size]
-            if magic != _MAGIC or zlib.crc32(index) != checksum:
-                raise ValueError
-            entries = msgspec.msgpack.decode(index, type=list[_Entry])
-            self._data = map_file(file.fileno(), offset)
-        self._entries = entries[::-1]
-        self.mapped_bytes = offset
-        # The file that was not used for longest is deleted first.
-        os.utime(self.path)
-
     def _write(self, kept: list[tuple[Description, Packed]], size: int) -> None:
         directory = self.path.parent
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".new")
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(scratch, flags, 0o600), "wb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 # Another replica is writing it.
                 return
+            # Another replica may have renamed or deleted it before it was locked.
+            if self._is_whole() or not os.path.samestat(os.fstat(file.fileno()), scratch.stat()):
+                return
             try:
                 self._make_room(size)
-                # More than what is free would hurt programs that need the disk.
+                # More than half of what is free would hurt programs that need the disk.
                 if shutil.disk_usage(directory).free >= 2 * size:
                     _write_matrices(file, kept)
                     scratch.rename(self.path)
             finally:
                 scratch.unlink(missing_ok=True)
+
+    def _is_whole(self) -> bool:
+        with _unless_damaged(), self.path.open("rb") as file:
+            return bool(_read_index(file))
+        return False
 
     def _make_room(self, size: int) -> None:
         """Delete the files that were not used for longest until there is room for `size` bytes."""
@@ -164,6 +161,30 @@ class PackedFile:
                 return
             path.unlink(missing_ok=True)
             total -= status.st_size
+
+
+def _unless_damaged() -> contextlib.suppress:
+    """Return a context that ends when a file is missing or damaged."""
+    return contextlib.suppress(OSError, ValueError, struct.error, msgspec.MsgspecError)
+
+
+def _read_index(file: IO[bytes]) -> tuple[list[_Entry], int]:
+    """Return the entries of a file, and the size of its matrices.
+
+    Raises:
+        OSError: It cannot be read, or another user owns it.
+        ValueError, struct.error, msgspec.MsgspecError: It is damaged.
+    """
+    status = os.fstat(file.fileno())
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError
+    file.seek(max(0, status.st_size - _TRAILER.size))
+    offset, checksum, magic = _TRAILER.unpack(file.read())
+    file.seek(offset)
+    index = file.read()[: -_TRAILER.size]
+    if magic != _MAGIC or zlib.crc32(index) != checksum:
+        raise ValueError
+    return msgspec.msgpack.decode(index, type=list[_Entry]), offset
 
 
 def _write_matrices(file: IO[Any], kept: list[tuple[Description, Packed]]) -> None:
