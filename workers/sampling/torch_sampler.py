@@ -84,7 +84,8 @@ class TorchSampler(Sampler):
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
-            ending = self._find_ending(metadata.slots_S, rows_G, bitmask_GK)
+            is_early_G = positions_S[rows_G] < self._state.min_length[metadata.slots_S[rows_G]]
+            ending = self._find_ending(metadata.slots_S, rows_G[is_early_G], bitmask_GK[is_early_G])
         raw_logits_RV = (
             None if wanted is None else wanted.raw_logits(logits_SV, metadata.changes_logits)
         )
