@@ -35,14 +35,13 @@ MEASURED: Final = ("rename", "local")
 
 
 class Edits:
-    """Edits with numbered tokens. `following` has the token after each one, and `answer` is the last known answer."""
+    """Edits with numbered tokens. `following` has the token after each one in the answers."""
 
     def __init__(self) -> None:
         path = resolve_model(ModelOptions(model=default_model()), Console()).config.tokenizer_path
         self._tokenizer = load_tokenizer(path)
         self._num_used = 1
         self.following: dict[int, int] = {}
-        self.answer: list[int] = []
 
     def request(self, old: str, new: str) -> dict[str, Any]:
         """Return a request whose prompt is the old text, and whose answer is the new one."""
@@ -53,7 +52,6 @@ class Edits:
         for kind, start, stop, first, last in matcher.get_opcodes():
             answer += prompt[start:stop] if kind == "equal" else self._new(last - first)
         self.following |= dict(pairwise(answer))
-        self.answer = answer[1:]
         return {
             "model": MODEL,
             "prompt": [*prompt, answer[0]],
@@ -61,6 +59,13 @@ class Edits:
             "ignore_eos": True,
             "temperature": 0,
         }
+
+    def known_answer(self, request: dict[str, Any]) -> str:
+        """Return the text of the answer to a request."""
+        tokens = [request["prompt"][-1]]
+        for _ in range(request["max_tokens"]):
+            tokens.append(self.following[tokens[-1]])
+        return "".join(f"w{token}" for token in tokens[1:])
 
     def permutation(self) -> torch.Tensor:
         """Return the token after each one. Tokens that no answer goes on from precede those that no answer reaches."""
@@ -81,14 +86,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=4, help="edits of each kind in a round")
     parser.add_argument("--rounds", type=int, default=3)
     given, flags = parser.parse_known_args()
-    edits, rounds, known = Edits(), {}, {}
+    edits, rounds = Edits(), {}
     for kind in MEASURED:
         rng = random.Random(kind)
         rounds[kind] = [
             [edits.request(*KINDS[kind](rng)) for _ in range(given.count)]
             for _ in range(given.rounds)
         ]
-        known[kind] = "".join(f"w{token}" for token in edits.answer)
     num_different = 0
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory, "model"), TARGET, edits.permutation(), 2)
@@ -99,7 +103,7 @@ def main() -> int:
                 print(json.dumps(result), flush=True)
                 num_different += result["different_answers"]
                 _, written = plain.post("/v1/completions", requests[-1][-1])
-                assert written["choices"][0]["text"] == known[kind]
+                assert written["choices"][0]["text"] == edits.known_answer(requests[-1][-1])
     return int(num_different > 0)
 
 
