@@ -15,16 +15,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..client.beam_search import BeamSearch
 from ..client.engine_client import RequestGroup
-from ..http.deadline import read_deadline
 from ..http.errors import APIError, json_response, renaming
+from ..http.request_headers import read_deadline
 from ..http.routing import Asgi
 from ..model_source.lora_registry import LoraScale
 from .answer import Answer, Outputs, Request
 from .bodies.body import ClientDisconnected
 from .bodies.intake import RouteHandlers
 from .bodies.request_memory import MemoryLease
-from .durable.event_ids import MAX_SEQUENCES, IdentifiedChunks
+from .durable.event_ids import IdentifiedChunks
+from .durable.event_positions import MAX_SEQUENCES
 from .durable.keeper import Keeper
+from .durable.kept_connections import find_record
 from .durable.records import RequestRecord, replay_body
 from .durable.recovery import StartGroup
 from .durable.resumption import Resumption
@@ -137,7 +139,8 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
             answer = new_answer(group, self._envelope(request, answer_id, created))
             if request.include_receipt:
                 answer.receipt_source = ReceiptSource(request_id, first, nearest)
-            await self._reply(answer, group, asgi)
+            with serving.connections.keep(asgi, answer_id if group.recording is not None else ""):
+                await self._reply(answer, group, asgi)
         finally:
             group.leave()
 
@@ -159,16 +162,23 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
         group = await resumption.mirror(self._serving, request, prompts)
         try:
             answer = new_answer(group, self._envelope(request, record.answer_id, record.created))
-            if request.stream:
-                chunks = answer.chunks()
-                await resumption.read_silently(group, chunks)
-                chunks = identify(chunks, record.answer_id, group)
-                await self._stream(asgi).run(asgi.receive, group, resumption.without_end(chunks))
-            else:
-                resumption.open(group)
-                await self._send_whole(answer, group, asgi)
+            with self._serving.connections.keep(asgi, record.answer_id):
+                await self._send_rest(resumption, answer, group, asgi)
         finally:
             group.abort()
+
+    async def _send_rest(
+        self, resumption: Resumption, answer: Answer[Request], group: RequestGroup, asgi: Asgi
+    ) -> None:
+        """Send the part of a recorded answer that the client does not have."""
+        if not answer.request.stream:
+            resumption.open(group)
+            await self._send_whole(answer, group, asgi)
+            return
+        chunks = answer.chunks()
+        await resumption.read_silently(group, chunks)
+        chunks = identify(chunks, resumption.record.answer_id, group, asgi)
+        await self._stream(asgi).run(asgi.receive, group, resumption.without_end(chunks))
 
     async def continue_request(self, record: RequestRecord, owner: str, start: StartGroup) -> None:
         """Generate the rest of a recorded request whose frontend has exited. It may read the files of `owner`.
@@ -227,13 +237,13 @@ class Endpoint(RouteHandlers, ABC, Generic[Request]):
             return
         chunks = answer.chunks()
         if group.recording is not None:
-            chunks = identify(chunks, answer.envelope["id"], group)
+            chunks = identify(chunks, answer.envelope["id"], group, asgi)
         await self._stream(asgi).run(asgi.receive, group, chunks)
 
     def _stream(self, asgi: Asgi) -> EventStream:
         """Return the stream to a client."""
         silence_s = self._serving.config.frontend.max_silence_s
-        return EventStream(asgi.send, asgi.state["connection"], silence_s)
+        return EventStream(asgi.send, asgi.state["connection"], silence_s, find_record(asgi))
 
     async def _send_whole(self, answer: Answer[Request], group: RequestGroup, asgi: Asgi) -> None:
         await wait_for_end(group, asgi.receive)
@@ -320,11 +330,12 @@ class SharedEndpoint(Endpoint[Request]):
         return await self.endpoint_of(request).prepare(request, body_size, receive)
 
 
-def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> ChunkEncoder:
-    """Return an encoder that adds event IDs, if this format has them and the request is recorded."""
-    if not chunks.format.has_ids or len(group.sequences) > MAX_SEQUENCES:
+def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup, asgi: Asgi) -> ChunkEncoder:
+    """Return an encoder that adds event IDs, or records them if this format has none. The request is recorded."""
+    sent = find_record(asgi)
+    if len(group.sequences) > MAX_SEQUENCES or not (chunks.format.has_ids or sent):
         return chunks
-    return IdentifiedChunks(chunks, answer_id, group)
+    return IdentifiedChunks(chunks, answer_id, group, sent)
 
 
 async def _drop(message: Message) -> None:

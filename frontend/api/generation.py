@@ -44,7 +44,7 @@ from ..http.errors import (
     unavailable,
     wrong,
 )
-from ..http.trace_headers import read_trace_headers
+from ..http.request_headers import read_trace_headers
 from .bodies.body import ClientDisconnected
 from .control.replicas import parse_rank
 from .inputs.transfer_params import transfer_params

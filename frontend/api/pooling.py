@@ -19,8 +19,8 @@ from ..client.embeddings import BY_TOKEN, embedding_params, find_prompt
 from ..client.encoder_inputs import pooled_source
 from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
-from ..http.deadline import read_deadline
 from ..http.errors import APIError, bad_request, redact, renamer, renaming, wrong
+from ..http.request_headers import read_deadline
 from ..tokenizer.token_ids import truncate
 from .chats.prompt import render_chat, verify_template_kwargs
 from .generation import (

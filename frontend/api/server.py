@@ -150,7 +150,9 @@ class Frontend:
             logger.info("chat formats: %s", formats)
             _warn_of_hidden_tools(config, templates)
         self._store = StoreClient(config, client_index, reporter.context)
-        self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
+        self._serving = Serving(
+            config, tokenizer, templates, formats, self._engine, self._store, client_index
+        )
         self._tracer = self._serving.tracer = make_tracer(config, client_index)
         store = self._store
         engine = self._engine
@@ -180,6 +182,7 @@ class Frontend:
         collect_task = asyncio.create_task(self._collect_garbage())
         prepare_task = asyncio.create_task(self._prepare_grammars())
         refresh_task = asyncio.create_task(self._refresh_certificates(http))
+        take_task = asyncio.create_task(self._take_over(http, start_task))
         watch = LoopWatch(self._heartbeats, self._num_dropped_frames)
         try:
             await asyncio.wait(
@@ -194,7 +197,14 @@ class Frontend:
             http.end_websockets()
             await self._drain(http)
         finally:
-            for task in (publish_task, collect_task, prepare_task, retire_task, refresh_task):
+            for task in (
+                publish_task,
+                collect_task,
+                prepare_task,
+                retire_task,
+                refresh_task,
+                take_task,
+            ):
                 task.cancel()
             watch.close()
             self._app.recovery.close()
@@ -218,6 +228,7 @@ class Frontend:
 
     async def _start(self) -> None:
         self._store.start()
+        self._serving.connections.start()
         await self._engine.start()
         if not await self._store.wait_until_connected(STORE_S):
             logger.warning("the store does not respond; requests that need it fail until it does")
@@ -238,6 +249,12 @@ class Frontend:
         self._serving.start_decoders()
         for work in self._serving.when_ready:
             await work()
+
+    async def _take_over(self, http: HTTPServer, start: asyncio.Task[None]) -> None:
+        """Continue the responses of the frontend that this one replaces."""
+        if self._config.epoch != FIRST_EPOCH:
+            await asyncio.wait({start})
+            await self._serving.connections.take_over(http.adopt)
 
     async def _warm_up(self) -> None:
         """Generate a token, which checks every process and socket that requests use.

@@ -39,6 +39,7 @@ from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .chats.formats import AnswerFormats
 from .control.weight_names import WeightNames
+from .durable.kept_connections import KeptConnections
 from .infill import InfillFormat, find_infill_format
 from .receipts.recent_prompts import RecentPrompts
 from .structured.constraint import Constraint
@@ -67,12 +68,14 @@ class Serving:
         formats: ChatFormats,
         engine: EngineClient,
         store: StoreClient,
+        client_index: int = 0,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.templates = templates
         self.engine = engine
         self.store = store
+        self.connections = KeptConnections(config, client_index)
         self.router: ASGIApp | None = None
         self.app: ASGIApp | None = None
         self.tracer: Tracer | None = None
@@ -128,6 +131,7 @@ class Serving:
 
     def close(self) -> None:
         """Stop the processes and threads for grammars and media."""
+        self.connections.close()
         self.grammar_checks.close()
         self.documents.close()
         for part in (self.media, self.transcriber):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import httptools
 import msgspec
@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .access import OPEN_PATHS
+from .continued_response import Continuation, ResponseRecord
 from .descriptors import DescriptorReserve
 from .errors import APIError, unavailable
 from .late_timers import is_late
@@ -60,14 +61,14 @@ class Connection(HttpToolsProtocol):
 
     Streamed responses write to the connection directly, because a coroutine for each chunk would be slow. They find it
     in the request's state. `is_paused` is true while the client does not read. `on_writable` is called when the client
-    reads again or the connection ends.
+    reads again or the connection ends. `sent` records what a streamed response sends, if that is to be recorded.
 
     A request that asks for a WebSocket is answered as any other request, until its endpoint opens the WebSocket. Then
     all further data belongs to it. Other upgrades are ignored.
     """
 
     # Every token reads these attributes. Slots are faster than the dict that holds uvicorn's many other attributes.
-    __slots__ = ("has_chunks", "is_paused", "on_writable", "transport")
+    __slots__ = ("has_chunks", "is_paused", "on_writable", "sent", "transport")
 
     def __init__(
         self, slow_client_s: float, reserve: DescriptorReserve, *args: Any, **kwargs: Any
@@ -78,6 +79,8 @@ class Connection(HttpToolsProtocol):
         self.is_paused = False
         self.has_chunks = True
         self.on_writable: Callable[[], None] | None = None
+        self.sent: ResponseRecord | None = None
+        self._added_state: dict[str, Any] = {}
         self._slow_client_s = slow_client_s
         self._began = self._window_began = self._received_at = 0.0
         self._num_received = 0
@@ -145,7 +148,8 @@ class Connection(HttpToolsProtocol):
         # The timer starts here and not in data_received, because a client may send nothing but empty lines.
         self._unset_keepalive_if_required()
         super().on_message_begin()
-        self.scope["state"]["connection"] = self
+        self.scope["state"].update(self._added_state, connection=self)
+        self._added_state = {}
         self._in_head = self._in_request = True
         self._num_head_bytes = 0
         self._expect_request()
@@ -314,7 +318,23 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing():
             if self.has_chunks:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
+            if self.sent is not None:
+                self.sent.add(data)
             self.transport.write(data)
+
+    def answer_again(self, request: bytes, state: dict[str, Any], unsent: bytes | None) -> None:
+        """Continue a response that another process has not finished, then close the connection.
+
+        Args:
+            request: The request, as the client could send it to continue the response.
+            state: What is added to the state of the request.
+            unsent: If the head of the response was sent, the bytes that must precede the rest; otherwise None.
+        """
+        self._added_state = state
+        self.data_received(request)
+        self.end_after_response()
+        if unsent is not None and self.cycle is not None:
+            self.cycle.transport = cast(asyncio.Transport, Continuation(self, unsent))
 
     def _go_on_writing(self) -> None:
         self.is_paused = False

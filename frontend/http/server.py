@@ -56,6 +56,7 @@ class HTTPServer(Server):
         self._accepting: list[socket.socket] = []
         self._must_listen = False
         self._woken = asyncio.Event()
+        self._has_started = asyncio.Event()
 
     @property
     def is_idle(self) -> bool:
@@ -125,7 +126,7 @@ class HTTPServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on `sockets`. A TLS handshake has the same time limit as a request."""
         self.server_state.default_headers = self.config.encoded_headers
-        new_connection = partial(
+        new_connection = self._new_connection = partial(
             Connection,
             self._slow_client_s,
             DescriptorReserve(),
@@ -143,6 +144,14 @@ class HTTPServer(Server):
         self._listeners = list(sockets or [])
         await self._listen()
         self.started = True
+        self._has_started.set()
+
+    async def adopt(self, client: socket.socket) -> Connection:
+        """Make an open TCP socket, which another process has accepted, a connection of this server, once it serves."""
+        await self._has_started.wait()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.connect_accepted_socket(self._new_connection, client)
+        return connection
 
     async def _listen(self) -> None:
         # Servers close their sockets, so they get copies.

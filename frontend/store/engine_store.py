@@ -14,6 +14,7 @@ from ...protocol.transport import Hub
 from .database import Database
 from .file_lock import FileLock, Holder
 from .guest import Guest
+from .held_connections import HeldConnections
 from .server import StoreServer
 
 GUEST_WAIT_MS: Final = 20
@@ -38,6 +39,8 @@ class EngineStore:
         self.poller = zmq.Poller()
         self._hub: Hub[ToStore] = Hub(context, config.store_address(), ToStore)
         self.poller.register(self._hub.socket, zmq.POLLIN)
+        self._connections = HeldConnections(config.connections_path())
+        self.poller.register(self._connections.fd, zmq.POLLIN)
         self._server: StoreServer | None = None
         self._guest: Guest | None = None
         self._lock: FileLock | None = None
@@ -76,6 +79,7 @@ class EngineStore:
 
     def turn(self) -> None:
         """Apply or forward the messages that have arrived."""
+        self._connections.turn()
         if self._guest is not None:
             assert self._lock is not None
             if self._lock.try_acquire():
@@ -96,6 +100,7 @@ class EngineStore:
             self._server.close()
         if self._lock is not None:
             self._lock.close()
+        self._connections.close()
         self._hub.close()
 
     def _serve(self, database: Database) -> None:

@@ -114,6 +114,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         """Return the address at which frontends reach the store (ROUTER)."""
         return f"ipc://{self.run_dir}/store"
 
+    def connections_path(self) -> str:
+        """Return the Unix socket at which the store holds copies of clients' connections."""
+        return f"{self.run_dir}/connections"
+
     def step_log_path(self, core_index: int) -> str | None:
         """Return the file of the messages that a core sends to several workers; None if not all of them can read it."""
         parallel = self.parallel

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from support.processes.program import has_ended, wait_until
+from support.requests.plain_clients import PlainClient, wait_for_data
 from support.requests.returning_streams import ReturningStream, ReturningStreams
 from support.servers.durable_engine import DurableEngine
 from support.servers.server import Server, assert_nothing_is_held, default_model
@@ -105,8 +106,9 @@ def test_streams_of_returning_clients_are_complete(
     ended = streams.join()
     assert [stream.problem for stream in ended] == [""] * len(ended), engine.server.log
     num_returns = sum(stream.num_returns for stream in ended)
-    # Without the store, streams only pause. Without a supervisor, they do not even pause.
-    assert (num_returns == 0) == (disturb in (kill_store, DurableEngine.kill_supervisor))
+    # As long as the store or the guardian lives, streams only pause. Without a supervisor, they do not even pause.
+    ends_connections = disturb in (DurableEngine.kill_all, DurableEngine.kill_guardian)
+    assert (num_returns > 0) == ends_connections
     # Each client has read only one request, completely.
     assert all(len(stream.ids) == 1 for stream in ended)
     for stream in ended:
@@ -158,6 +160,69 @@ def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
     # The new server has continued the response with the same tokens.
     assert response.read(engine.server) == output
     assert_nothing_is_held(engine.server)
+
+
+MESSAGES = [{"role": "user", "content": "Once upon a time"}]
+
+STREAMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", {"messages": MESSAGES, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": "Once", "n": 2}),
+    ("/v1/messages", {"messages": MESSAGES, "model": "default"}),
+    ("/api/chat", {"messages": MESSAGES, "model": "default"}),
+    ("/completion", {"prompt": "Once", "n_predict": 200}),
+)
+
+
+def start_plain_clients(engine: DurableEngine) -> tuple[list[PlainClient], list[PlainClient]]:
+    """Start clients of streams, and clients of whole answers."""
+    url = engine.find_url()
+    assert url is not None
+    sampling = {"max_tokens": 200, "seed": 3, "ignore_eos": True}
+    options = {"options": {"num_predict": 200, "seed": 3}}
+
+    def start(path: str, body: dict[str, Any], *, stream: bool) -> PlainClient:
+        given = options if path.startswith("/api") else sampling
+        asked = {**given, **body, "stream": stream}
+        if not stream:
+            asked.pop("stream_options", None)
+        return PlainClient(url, path, asked)
+
+    streams = [start(path, body, stream=True) for path, body in STREAMS for _ in range(2)]
+    whole = [start(path, body, stream=False) for path, body in STREAMS if "n" not in body]
+    return streams, whole
+
+
+def test_clients_that_do_not_return_do_not_notice_that_frontends_are_killed(
+    engine: DurableEngine,
+) -> None:
+    streams, whole = start_plain_clients(engine)
+    for num_bytes in (2000, 5000, 9000):
+        wait_for_data(streams, num_bytes)
+        kill_both_frontends(engine)
+    disturbed = [*streams, *whole]
+    for client in disturbed:
+        client.join()
+    assert [client.problem for client in disturbed] == [""] * len(disturbed), engine.server.log
+    streams, whole = start_plain_clients(engine)
+    undisturbed = [*streams, *whole]
+    for client in undisturbed:
+        client.join()
+    assert [*map(comparable, disturbed)] == [*map(comparable, undisturbed)]
+    assert_nothing_is_held(engine.server)
+    wait_until(lambda: num_sockets(engine.server) == 0, what="the store holds no connection")
+
+
+def comparable(client: PlainClient) -> Any:
+    """Return the answer; without its text if the request could not have a seed."""
+    if client.path == "/v1/messages":
+        ends = (b'"output_tokens":200', b'"type":"message_stop"', b'"type":"message_start"')
+        return client.problem, [client.data.count(end) for end in ends]
+    return client.answer
+
+
+def num_sockets(server: Server) -> int:
+    """Return the number of TCP connections that the store process has open."""
+    return len(server.child("store").net_connections("tcp"))
 
 
 class Background:

@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ....protocol.config import ModelConfig
-from ...http.deadline import read_deadline
 from ...http.errors import json_response, wrong
+from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
 from ...media.transcription.languages import LANGUAGE_NAMES
 from ...media.transcription.options import verify_transcribes

@@ -15,7 +15,7 @@ from ...http.errors import APIError
 from ...store.logprobs import is_recordable
 from ..generation import Origin, PreparedPrompt
 from ..serving import Serving
-from .event_ids import EventPosition, read_last_event_id
+from .event_positions import EventPosition, read_last_event_id
 from .records import (
     RecordedBody,
     RequestRecord,

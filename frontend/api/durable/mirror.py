@@ -13,7 +13,7 @@ from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import APIError, bad_request, unavailable
 from ...store.logprobs import last_logprobs, take_logprobs
 from ..streaming.event_stream import ChunkEncoder
-from .event_ids import HEADER, EventPosition
+from .event_positions import HEADER, EventPosition
 
 CATCH_UP_S: Final = 60.0
 """Maximum seconds, after a restart of the server, until a request has regenerated the tokens that its client had."""

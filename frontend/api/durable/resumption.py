@@ -11,7 +11,7 @@ from ..generation import Origin, PreparedPrompt, sequence_requests
 from ..schema import GenerationRequest
 from ..serving import Serving
 from ..streaming.event_stream import ChunkEncoder, StreamFormat
-from .event_ids import EventPosition
+from .event_positions import EventPosition
 from .mirror import Mirror, abort_mirror
 from .records import RequestRecord, decode_record
 

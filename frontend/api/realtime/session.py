@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from ....protocol.arrays import Float32Array
 from ....protocol.errors import ParameterError
 from ...client.engine_client import PositionLogprobs
-from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, internal_error, wrong
+from ...http.request_headers import read_deadline
 from ...http.websocket import Message, WebSocket, WebSocketClosed, open_websocket
 from ...media.audio.live_samples import ClipDropped, LiveSamples
 from ...media.transcription.options import SpeechModel, verify_transcribes

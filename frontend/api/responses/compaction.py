@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, Final
 
 from ...client.engine_client import Delta
-from ...http.deadline import read_deadline
 from ...http.errors import renaming
+from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...client.engine_client import RequestGroup
-from ...http.deadline import read_deadline
 from ...http.errors import APIError, json_response, renaming
+from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
 from ..answer import Answer
 from ..bodies.disconnection import while_connected

@@ -14,7 +14,7 @@ from ...http.errors import APIError, bad_request, echo, json_response
 from ...http.routing import Asgi
 from ..bodies.intake import RouteHandlers, reads
 from ..dialects.sglang.operations import abort
-from ..durable.event_ids import HEADER, EventPosition, read_last_event_id
+from ..durable.event_positions import HEADER, EventPosition, read_last_event_id
 from ..durable.records import RequestRecord, conversation_key, decode_record
 from ..durable.resumption import find_resumption
 from ..endpoint import Endpoint

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from ....protocol.sampling_params import MAX_SEED, SamplingParams
 from ...client.engine_client import PositionLogprobs, RequestGroup, SequenceRequest
-from ...http.deadline import read_deadline
 from ...http.errors import APIError, bad_request, json_response, wrong
 from ...http.json_pieces import encode_list
+from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
 from ...media.sources.data_urls import is_data_url, read_base64, read_data_url
 from ...media.transcription.languages import LANGUAGE_NAMES

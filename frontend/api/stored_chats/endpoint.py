@@ -97,7 +97,7 @@ class StoredChatCompletions(ChatCompletions):
         if answer.request.stream:
             chunks = answer.chunks()
             if group.recording is not None:
-                chunks = identify(chunks, answer.envelope["id"], group)
+                chunks = identify(chunks, answer.envelope["id"], group, asgi)
 
             async def before_end() -> None:
                 if (outputs := answer.kept.read()) is not None:

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Send
 
 from ...client.engine_client import RequestGroup, Sequence
 from ...client.groups.hidden_states import complete_states
+from ...http.continued_response import ResponseRecord
 from ...http.errors import APIError, internal_error
 from ...http.json_pieces import encode_whole
 from ..generation import ClientWatch
@@ -138,7 +139,8 @@ class ChunkWriter(Protocol):
 class EventStream:
     """One streamed response.
 
-    It starts with the first write, so that an earlier failure can still set the HTTP status.
+    It starts with the first write, so that an earlier failure can still set the HTTP status. `sent` is the record of
+    the connection, if it has one.
     """
 
     __slots__ = (
@@ -149,6 +151,7 @@ class EventStream:
         "_incomplete",
         "_keep_alive_s",
         "_send",
+        "_sent",
         "_sequence",
         "_started",
         "_template",
@@ -157,9 +160,14 @@ class EventStream:
     )
 
     def __init__(
-        self, send: Send, connection: ChunkWriter, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        send: Send,
+        connection: ChunkWriter,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        sent: ResponseRecord | None = None,
     ) -> None:
         self._send = send
+        self._sent = sent
         self._connection = connection
         # A connection has many attributes, so looking up a method takes longer than calling it.
         self._write_chunk = connection.write_chunk
@@ -214,6 +222,8 @@ class EventStream:
         if not self._connection.has_chunks:
             self._connection.write_chunk(body)
             body = b""
+        if self._sent is not None:
+            self._sent.add_end(body)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _read_first(self) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...http.trace_headers import read_trace_headers
+from ...http.request_headers import read_trace_headers
 from .request_trace import current_trace
 from .tracer import Tracer
 

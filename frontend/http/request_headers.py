@@ -1,11 +1,17 @@
-"""Reads the W3C trace context of a request."""
+"""Read the deadline and the W3C trace context of a request from its headers."""
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from typing import Final
 
 from starlette.types import Scope
+
+from .errors import wrong
+
+HEADER: Final = "X-Request-Timeout"
 
 MAX_TRACE_STATE: Final = 512
 """Maximum bytes of `tracestate`. The specification allows servers to drop longer ones."""
@@ -14,6 +20,29 @@ _TRACE_PARENT: Final = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
 _TRACE_STATE: Final = re.compile(rb"[\x20-\x7e\t]*")
+
+
+def read_deadline(scope: Scope, default_s: float) -> float:
+    """Return the deadline in CLOCK_MONOTONIC seconds, from the header or else `default_s`; 0.0 for none.
+
+    Raises:
+        APIError: The header is not a positive number of seconds (400).
+    """
+    seconds = default_s
+    for name, value in scope["headers"]:
+        if name == b"x-request-timeout":
+            seconds = _parse(value.decode("latin-1"))
+    return time.monotonic() + seconds if seconds else 0.0
+
+
+def _parse(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise wrong(HEADER, "a number of seconds greater than 0", text)
+    return seconds
 
 
 def read_trace_headers(scope: Scope) -> dict[str, str] | None:

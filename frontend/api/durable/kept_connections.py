@@ -1,0 +1,264 @@
+"""Keep the connections of clients through a crash of this frontend, while recorded requests are answered on them.
+
+The store process holds a copy of each such connection (`store/held_connections.py`), and memory that it shares records
+what was sent (`sent_bytes.py`). The frontend that is started in this one's place takes the connections and answers each
+request as if its client had returned with `Last-Event-ID`, but sends only the bytes that are missing. So the client
+notices a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final, NamedTuple
+
+from ....protocol.config import EngineConfig
+from ....protocol.errors import counted
+from ....protocol.transport import UNREADABLE
+from ...http.connection import Connection
+from ...http.continued_response import ResponseRecord
+from ...http.routing import Asgi
+from ...store.held_connections import (
+    MAX_MESSAGE_BYTES,
+    Drop,
+    Hello,
+    Keep,
+    Nothing,
+    Take,
+    decode,
+    encode,
+)
+from .event_positions import POSITION, EventPosition, parse_event_id
+from .sent_bytes import SentMemory, SentRecord, SentResponse, read_sent
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S: Final = 0.5
+"""Seconds between attempts to connect to the store."""
+
+TAKE_S: Final = 5.0
+"""Maximum seconds that the store takes to hand over a connection."""
+
+MAX_TAKES: Final = 8
+"""Maximum number of frontends that take over one connection."""
+
+_OTHERS: Final = {
+    b"content-length",
+    b"transfer-encoding",
+    b"expect",
+    b"idempotency-key",
+    b"last-event-id",
+}
+"""Headers that describe the first request, and not the one by which its answer is continued."""
+
+_HISTORY: Final = "kept_history"
+
+Adopt = Callable[[socket.socket], Awaitable[Connection]]
+"""Makes an open socket a connection of the HTTP server."""
+
+
+class _History(NamedTuple):
+    """What earlier frontends did with a connection.
+
+    `num_takes` frontends have taken it over. The client has all events up to `last_event_id`; "" if the response has
+    not begun.
+    """
+
+    num_takes: int = 0
+    last_event_id: str = ""
+
+
+class KeptConnections:
+    """The connections of this frontend that the store process holds copies of.
+
+    `can_keep` is false on systems without the means, and if requests are not recorded.
+    """
+
+    def __init__(self, config: EngineConfig, client_index: int) -> None:
+        self._path = config.connections_path()
+        self._client_index = client_index
+        self._memory: SentMemory | None = None
+        self._holder: socket.socket | None = None
+        self._kept: dict[int, tuple[Keep, Connection]] = {}
+        self._num_kept = 0
+        self._timer: asyncio.TimerHandle | None = None
+        if config.store.keeps_requests:
+            # Only Linux has such memory, and counts the bytes of a connection.
+            with contextlib.suppress(OSError, AttributeError):
+                self._memory = SentMemory()
+
+    def start(self) -> None:
+        """Connect to the store process, now and whenever it has restarted."""
+        if self._memory is None:
+            return
+        self._timer = None
+        holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        holder.setblocking(False)
+        try:
+            holder.connect(self._path)
+            socket.send_fds(holder, [encode(Hello(self._client_index))], [self._memory.fd])
+        except OSError:
+            holder.close()
+            self._timer = asyncio.get_running_loop().call_later(RECONNECT_S, self.start)
+            return
+        self._holder = holder
+        # The store sends nothing here, so the socket is readable when the store has exited.
+        asyncio.get_running_loop().add_reader(holder.fileno(), self._reconnect)
+        for message, connection in self._kept.values():
+            self._send(message, connection)
+
+    def close(self) -> None:
+        """Close the connection to the store process."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._disconnect()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    @contextlib.contextmanager
+    def keep(self, asgi: Asgi, answer_id: str) -> Iterator[None]:
+        """Keep the connection of a request while the recorded answer with an ID is sent on it, if this is possible."""
+        memory, connection = self._memory, _find_plain(asgi)
+        slot = None
+        if memory is not None and connection is not None:
+            slot = memory.take_slot()
+        if memory is None or connection is None or slot is None:
+            yield
+            return
+        history: _History = asgi.state.get(_HISTORY, _History())
+        self._num_kept += 1
+        number = self._num_kept
+        try:
+            with contextlib.suppress(OSError):
+                connection.sent = SentRecord(
+                    memory, slot, connection.transport, history.last_event_id
+                )
+                head = _head_of(asgi)
+                message = Keep(number, answer_id, head, slot, history.num_takes)
+                self._kept[number] = message, connection
+                self._send(message, connection)
+            yield
+        finally:
+            connection.sent = None
+            if self._kept.pop(number, None) is not None:
+                self._send(Drop(number))
+            memory.free_slot(slot)
+
+    async def take_over(self, adopt: Adopt) -> None:
+        """Take the connections of the frontend that this one replaces, and continue their responses."""
+        if self._memory is None:
+            return
+        taken = 0
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder:
+                holder.settimeout(TAKE_S)
+                holder.connect(self._path)
+                while (copy := await asyncio.to_thread(self._take, holder)) is not None:
+                    message, client, sent = copy
+                    taken += await _continue(message, client, sent, adopt)
+        except (OSError, *UNREADABLE) as error:
+            logger.warning("connections of the frontend before this one are lost: %s", error)
+        if taken:
+            logger.info("continuing %s of the frontend before this one", counted(taken, "response"))
+
+    def _take(
+        self, holder: socket.socket
+    ) -> tuple[Keep, socket.socket, SentResponse | None] | None:
+        """Return the next connection, and what was sent on it; None if there is none."""
+        holder.send(encode(Take(self._client_index)))
+        data, fds, _, _ = socket.recv_fds(holder, MAX_MESSAGE_BYTES, 2)
+        message = decode(data)
+        if isinstance(message, Nothing) or not isinstance(message, Keep) or len(fds) != 2:
+            for fd in fds:
+                socket.close(fd)
+            return None
+        client = socket.socket(fileno=fds[0])
+        client.setblocking(False)
+        try:
+            sent = read_sent(fds[1], message.slot, client)
+        except OSError:
+            sent = None
+        finally:
+            socket.close(fds[1])
+        return message, client, sent
+
+    def _send(self, message: Keep | Drop, connection: Connection | None = None) -> None:
+        """Send a message to the store process. If it is busy, a connection is not kept."""
+        if self._holder is None:
+            return
+        try:
+            if connection is None:
+                self._holder.send(encode(message))
+            elif not connection.transport.is_closing():
+                copied = connection.transport.get_extra_info("socket").fileno()
+                socket.send_fds(self._holder, [encode(message)], [copied])
+        except OSError:
+            if connection is None:
+                # The store would hold the copy, so that the client would not notice the end of the connection.
+                self._reconnect()
+
+    def _reconnect(self) -> None:
+        self._disconnect()
+        self.start()
+
+    def _disconnect(self) -> None:
+        if self._holder is not None:
+            asyncio.get_running_loop().remove_reader(self._holder.fileno())
+            self._holder.close()
+            self._holder = None
+
+
+def find_record(asgi: Asgi) -> ResponseRecord | None:
+    """Return the record of the response to a request; None if its connection is not kept."""
+    connection = asgi.state.get("connection")
+    return connection.sent if isinstance(connection, Connection) else None
+
+
+def _find_plain(asgi: Asgi) -> Connection | None:
+    """Return the connection of a request if another process can continue a response on it: on TCP, without TLS."""
+    connection = asgi.state.get("connection")
+    if not isinstance(connection, Connection) or connection.transport.is_closing():
+        return None
+    is_http = asgi.scope["scheme"] == "http" and asgi.scope["http_version"] == "1.1"
+    family = connection.transport.get_extra_info("socket").family
+    return connection if is_http and family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def _head_of(asgi: Asgi) -> bytes:
+    """Return the head of a request without the empty line at its end."""
+    scope = asgi.scope
+    query: bytes = scope["query_string"]
+    target = scope["raw_path"] + (b"?" + query if query else b"")
+    lines = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
+    lines += [b"%b: %b" % field for field in scope["headers"] if field[0] not in _OTHERS]
+    return b"\r\n".join(lines)
+
+
+async def _continue(
+    message: Keep, client: socket.socket, sent: SentResponse | None, adopt: Adopt
+) -> bool:
+    """Continue the response on a connection. Return False if that is not possible, and the connection is closed."""
+    if sent is None or message.num_takes >= MAX_TAKES:
+        client.close()
+        return False
+    connection = await adopt(client)
+    if sent.has_ended:
+        connection.transport.write(sent.unsent)
+        connection.transport.close()
+        return True
+    position = EventPosition(message.answer_id)
+    if sent.last_event_id:
+        position = parse_event_id(sent.last_event_id)
+    history = _History(message.num_takes + 1, sent.last_event_id)
+    # A body is ignored, because the request is recorded.
+    body = b"{}" if message.head.startswith(b"POST") else b""
+    connection.answer_again(
+        b"%b\r\ncontent-length: %d\r\n\r\n%b" % (message.head, len(body), body),
+        {POSITION: position, _HISTORY: history},
+        sent.unsent if sent.has_begun else None,
+    )
+    return True

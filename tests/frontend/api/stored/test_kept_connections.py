@@ -1,0 +1,167 @@
+"""A connection whose frontend has exited stays open, and its successor knows which bytes are still to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine.frontend.api.durable.sent_bytes import (
+    TAIL_BYTES,
+    SentMemory,
+    SentRecord,
+    count_accepted,
+    read_sent,
+)
+from engine.frontend.store.held_connections import (
+    Drop,
+    HeldConnections,
+    Hello,
+    Keep,
+    Nothing,
+    Take,
+    decode,
+    encode,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.servers.engine_fixtures import on_event_loop
+
+
+def frame(number: int, size: int, *, has_id: bool) -> bytes:
+    """Return an event of a stream whose text has `size` characters."""
+    event = b'data: {"text":"%b"}\n\n' % (b"x" * size)
+    return b"%x\r\n%b%b\r\n" % (len(event), b"id: a:%d\n" % number if has_id else b"", event)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 400) | st.just(TAIL_BYTES), min_size=1, max_size=60),
+    is_read=st.booleans(),
+    has_ids=st.booleans(),
+    num_before=st.sampled_from([0, 5]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_record_of_a_response_names_the_bytes_that_the_system_has_not_accepted(
+    sizes: list[int], is_read: bool, has_ids: bool, num_before: int
+) -> None:
+    on_event_loop(check_record)(sizes, is_read=is_read, has_ids=has_ids, num_before=num_before)
+
+
+async def check_record(sizes: list[int], *, is_read: bool, has_ids: bool, num_before: int) -> None:
+    loop = asyncio.get_running_loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.socket()
+    if not is_read:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    client.connect(listener.getsockname())
+    accepted, _ = listener.accept()
+    accepted.setblocking(False)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
+    copy = socket.socket(fileno=os.dup(accepted.fileno()))
+    memory = SentMemory()
+    slot = memory.take_slot()
+    assert slot is not None
+    try:
+        first = count_accepted(copy)
+        record = SentRecord(memory, slot, transport)
+        before = read_sent(memory.fd, slot, copy)
+        assert before is not None and not before.has_begun
+        record.note_start(b"a:0")
+        transport.write(b"HTTP/1.1 200 OK\r\n" * num_before)
+        written = b"HTTP/1.1 200 OK\r\n" * num_before
+        for number, size in enumerate(sizes, 1):
+            data = frame(number, size, has_id=has_ids)
+            if not has_ids:
+                record.note(b"a:%d" % number)
+            record.add(data)
+            transport.write(data)
+            written += data
+        found = read_sent(memory.fd, slot, copy)
+        unsent = written[count_accepted(copy) - first :]
+        if found is None:
+            # The bytes, or the ID of the last event, are no longer recorded.
+            assert len(unsent) > TAIL_BYTES // 2 or max(sizes) == TAIL_BYTES
+            return
+        assert (found.unsent, found.last_event_id) == (unsent, f"a:{len(sizes)}")
+        assert found.has_begun and not found.has_ended
+        record.add_end(b"the end" if has_ids else b"")
+        ended = read_sent(memory.fd, slot, copy)
+        unsent += b"7\r\nthe end\r\n0\r\n\r\n" if has_ids else b"0\r\n\r\n"
+        assert ended is None or (ended.has_ended and ended.unsent == unsent)
+    finally:
+        transport.abort()
+        for each in (listener, client, copy):
+            each.close()
+        memory.close()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[HeldConnections]:
+    held = HeldConnections(str(tmp_path / "connections"))
+    yield held
+    held.close()
+
+
+def connect(tmp_path: Path) -> socket.socket:
+    frontend = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    frontend.connect(str(tmp_path / "connections"))
+    return frontend
+
+
+def turn(held: HeldConnections) -> None:
+    for _ in range(3):
+        held.turn()
+
+
+def test_only_the_successor_of_a_frontend_takes_its_connections(
+    holder: HeldConnections, tmp_path: Path
+) -> None:
+    memory = SentMemory()
+    frontend, other, successor = (connect(tmp_path) for _ in range(3))
+    kept, client = socket.socketpair()
+    dropped, dropped_client = socket.socketpair()
+    socket.send_fds(frontend, [encode(Hello(3))], [memory.fd])
+    for number, each in enumerate((kept, dropped)):
+        socket.send_fds(frontend, [encode(Keep(number, "a", b"GET /", 7))], [each.fileno()])
+        each.close()
+    frontend.send(encode(Drop(1)))
+    turn(holder)
+    assert dropped_client.recv(1) == b"", "the copy of an answered connection is still open"
+    successor.send(encode(Take(3)))
+    turn(holder)
+    assert decode(successor.recv(100)) == Nothing(), "the frontend still runs"
+    frontend.close()
+    other.send(encode(Take(2)))
+    successor.send(encode(Take(3)))
+    turn(holder)
+    assert decode(other.recv(100)) == Nothing()
+    data, fds, _, _ = socket.recv_fds(successor, 100, 2)
+    assert decode(data) == Keep(0, "a", b"GET /", 7)
+    taken = socket.socket(fileno=fds[0])
+    taken.send(b"rest")
+    taken.close()
+    assert client.recv(10) == b"rest"
+    assert client.recv(10) == b"", "the holder still has a copy"
+    successor.send(encode(Take(3)))
+    turn(holder)
+    assert decode(successor.recv(100)) == Nothing()
+    os.close(fds[1])
+    memory.close()
+
+
+def test_a_frontend_that_sends_nonsense_is_disconnected(
+    holder: HeldConnections, tmp_path: Path
+) -> None:
+    frontend = connect(tmp_path)
+    frontend.send(b"\xff\xff")
+    turn(holder)
+    assert frontend.recv(10) == b""
+    # Others are served.
+    successor = connect(tmp_path)
+    successor.send(encode(Take(0)))
+    turn(holder)
+    assert decode(successor.recv(100)) == Nothing()
