@@ -3,9 +3,9 @@
 A connection ends when the last process that has it open closes it. So the connections of a frontend that has crashed
 stay open, and the frontend that is started in its place takes them and continues their answers.
 
-Frontends connect to a Unix socket. The first message says whether a frontend will give copies (`Hello`) or take those
-of its predecessor (`Take`). A copy that it gives is closed when it sends `Drop`. When a frontend's connection to this
-socket ends, its copies wait for its successor.
+A frontend connects to a Unix socket, says `Hello`, and sends copies of connections. A copy is closed when it sends
+`Drop`. When its connection to this socket ends, its copies wait for its successor. That connects a second time to take
+them (`Take`). It has a copy as its own from then on, so that the next successor finds it if this one crashes, too.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
         head: The head of the client's request, without the empty line at its end.
         slot: The place in the frontend's memory where the bytes that it sends are recorded.
         num_takes: How many frontends have taken the connection from one that crashed.
+        replaces: The number of a copy of the same connection that is closed now; 0 for none.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
     head: bytes
     slot: int
     num_takes: int = 0
+    replaces: int = 0
 
 
 class Drop(msgspec.Struct, tag="drop", array_like=True, frozen=True):
@@ -59,12 +61,13 @@ class Drop(msgspec.Struct, tag="drop", array_like=True, frozen=True):
 
 
 class Take(msgspec.Struct, tag="take", array_like=True, frozen=True):
-    """Ask for one copy of earlier processes of a frontend.
+    """Ask for one copy of earlier processes of a frontend, which drops it by `number`.
 
     The reply is `Keep`, with the descriptors of the connection and of the memory, or `Nothing`.
     """
 
     client_index: int
+    number: int
 
 
 class Nothing(msgspec.Struct, tag="nothing", array_like=True, frozen=True):
@@ -77,6 +80,20 @@ encode: Final = msgspec.msgpack.Encoder().encode
 decode: Final = msgspec.msgpack.Decoder(Message).decode
 
 
+class _Copy:
+    """A copy of a connection. Its frontend's memory has the record, unless `memory` is that of another one."""
+
+    def __init__(self, message: Keep, connection: int, memory: int = -1) -> None:
+        self.message = message
+        self.connection = connection
+        self.memory = memory
+
+    def close(self) -> None:
+        os.close(self.connection)
+        if self.memory >= 0:
+            os.close(self.memory)
+
+
 class _Frontend:
     """A frontend that has connected, and the copies of its connections."""
 
@@ -84,12 +101,16 @@ class _Frontend:
         self.connection = connection
         self.client_index = -1
         self.memory = -1
-        self.kept: dict[int, tuple[Keep, int]] = {}
+        self.kept: dict[int, _Copy] = {}
+
+    def drop(self, number: int) -> None:
+        if (copy := self.kept.pop(number, None)) is not None:
+            copy.close()
 
     def close(self) -> None:
         self.connection.close()
-        for _, copy in self.kept.values():
-            os.close(copy)
+        for copy in self.kept.values():
+            copy.close()
         self.kept.clear()
         if self.memory >= 0:
             os.close(self.memory)
@@ -167,24 +188,29 @@ class HeldConnections:
                 frontend.client_index, frontend.memory = message.client_index, fds.pop()
             # Without free descriptors, the system delivers the message alone.
             case Keep() if fds and message.number not in frontend.kept:
-                frontend.kept[message.number] = (message, fds.pop())
-            case Drop() if message.number in frontend.kept:
-                os.close(frontend.kept.pop(message.number)[1])
+                frontend.drop(message.replaces)
+                frontend.kept[message.number] = _Copy(message, fds.pop())
+            case Drop():
+                frontend.drop(message.number)
             case Take():
-                self._give(frontend.connection, message.client_index)
+                self._give(frontend.connection, message)
 
-    def _give(self, connection: socket.socket, client_index: int) -> None:
+    def _give(self, connection: socket.socket, call: Take) -> None:
         """Send a copy of an earlier process of a frontend to its successor."""
-        for predecessor in [each for each in self._left if each.client_index == client_index]:
-            if predecessor.kept:
-                message, copy = predecessor.kept.popitem()[1]
-                try:
-                    socket.send_fds(connection, [encode(message)], [copy, predecessor.memory])
-                finally:
-                    os.close(copy)
+        live = self._frontends.values()
+        successor = next((each for each in live if each.client_index == call.client_index), None)
+        for predecessor in [each for each in self._left if each.client_index == call.client_index]:
+            if successor is not None and predecessor.kept:
+                copy = predecessor.kept.popitem()[1]
+                if copy.memory < 0:
+                    copy.memory = os.dup(predecessor.memory)
+                successor.kept[call.number] = copy
+                fds = [copy.connection, copy.memory]
+                socket.send_fds(connection, [encode(copy.message)], fds)
                 return
-            predecessor.close()
-            self._left.remove(predecessor)
+            if not predecessor.kept:
+                predecessor.close()
+                self._left.remove(predecessor)
         connection.send(encode(Nothing()))
 
     def _lose(self, frontend: _Frontend) -> None:

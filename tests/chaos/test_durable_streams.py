@@ -169,6 +169,7 @@ STREAMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "Once", "n": 2}),
     ("/v1/messages", {"messages": MESSAGES, "model": "default"}),
     ("/api/chat", {"messages": MESSAGES, "model": "default"}),
+    ("/v1/responses", {"input": "Once", "max_output_tokens": 200}),
     ("/completion", {"prompt": "Once", "n_predict": 200}),
 )
 

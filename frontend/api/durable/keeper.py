@@ -31,6 +31,7 @@ class Keeper:
 
     It does nothing without `--store` and `--resume-grace`, and for requests of the server itself. Beam searches and
     requests with very many log-probabilities are not recorded, because tokens alone do not determine their answers.
+    `is_on` is false if requests like this one are not recorded.
     """
 
     def __init__(self, serving: Serving, scope: Scope, *, is_on: bool = True) -> None:
@@ -38,7 +39,7 @@ class Keeper:
         self._scope = scope
         self._owner: str = scope["state"]["owner"]
         is_internal = scope["state"].get("is_internal", False)
-        self._is_on = is_on and serving.config.store.keeps_requests and not is_internal
+        self.is_on = is_on and serving.config.store.keeps_requests and not is_internal
         self._body: RecordedBody | None = None
         self._key = ""
         self._conversation = ""
@@ -51,7 +52,7 @@ class Keeper:
         Raises:
             APIError: The header is invalid (400).
         """
-        return read_last_event_id(self._scope) if self._is_on else None
+        return read_last_event_id(self._scope) if self.is_on else None
 
     async def find_resumption(self, position: EventPosition) -> Resumption:
         """Return the request whose stream the client continues.
@@ -71,7 +72,7 @@ class Keeper:
 
     def watch_body(self, receive: Receive) -> Receive:
         """Return a `receive` function that also records the body."""
-        if not self._is_on:
+        if not self.is_on:
             return receive
         self._body = RecordedBody(receive)
         return self._body
@@ -86,7 +87,7 @@ class Keeper:
         """
         state = self._scope["state"]
         params = prompts[0].params
-        self._is_kept = self._is_on and is_recordable(params)
+        self._is_kept = self.is_on and is_recordable(params)
         body, path = b"", ""
         answer_id = f"{prefix}-{state['request_id']}"
         if self._is_kept and self._body is not None:

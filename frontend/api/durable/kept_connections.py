@@ -63,10 +63,11 @@ Adopt = Callable[[socket.socket], Awaitable[Connection]]
 class _History(NamedTuple):
     """What earlier frontends did with a connection.
 
-    `num_takes` frontends have taken it over. The client has all events up to `last_event_id`; "" if the response has
-    not begun.
+    `num_takes` frontends have taken it over, this one under `number`. The client has all events up to `last_event_id`;
+    "" if the response has not begun.
     """
 
+    number: int
     num_takes: int = 0
     last_event_id: str = ""
 
@@ -121,31 +122,35 @@ class KeptConnections:
 
     @contextlib.contextmanager
     def keep(self, asgi: Asgi, answer_id: str) -> Iterator[None]:
-        """Keep the connection of a request while the recorded answer with an ID is sent on it, if this is possible."""
+        """Keep the connection of a request while its answer is sent on it, if this is possible.
+
+        `answer_id` is the ID of the recorded answer; "" if it is not recorded.
+        """
         memory, connection = self._memory, _find_plain(asgi)
         slot = None
-        if memory is not None and connection is not None:
+        if memory is not None and connection is not None and answer_id:
             slot = memory.take_slot()
         if memory is None or connection is None or slot is None:
             yield
             return
-        history: _History = asgi.state.get(_HISTORY, _History())
-        self._num_kept += 1
-        number = self._num_kept
+        history: _History = asgi.state.get(_HISTORY, _History(0))
+        number = self._next_number()
         try:
             with contextlib.suppress(OSError):
                 connection.sent = SentRecord(
                     memory, slot, connection.transport, history.last_event_id
                 )
                 head = _head_of(asgi)
-                message = Keep(number, answer_id, head, slot, history.num_takes)
+                message = Keep(
+                    number, answer_id, head, slot, history.num_takes, replaces=history.number
+                )
                 self._kept[number] = message, connection
                 self._send(message, connection)
             yield
         finally:
             connection.sent = None
-            if self._kept.pop(number, None) is not None:
-                self._send(Drop(number))
+            self._kept.pop(number, None)
+            self._send(Drop(number))
             memory.free_slot(slot)
 
     async def take_over(self, adopt: Adopt) -> None:
@@ -157,19 +162,26 @@ class KeptConnections:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder:
                 holder.settimeout(TAKE_S)
                 holder.connect(self._path)
-                while (copy := await asyncio.to_thread(self._take, holder)) is not None:
-                    message, client, sent = copy
-                    taken += await _continue(message, client, sent, adopt)
+                while True:
+                    number = self._next_number()
+                    copy = await asyncio.to_thread(self._take, holder, number)
+                    if copy is None:
+                        break
+                    taken += await self._continue(*copy, number, adopt)
         except (OSError, *UNREADABLE) as error:
             logger.warning("connections of the frontend before this one are lost: %s", error)
         if taken:
             logger.info("continuing %s of the frontend before this one", counted(taken, "response"))
 
+    def _next_number(self) -> int:
+        self._num_kept += 1
+        return self._num_kept
+
     def _take(
-        self, holder: socket.socket
+        self, holder: socket.socket, number: int
     ) -> tuple[Keep, socket.socket, SentResponse | None] | None:
         """Return the next connection, and what was sent on it; None if there is none."""
-        holder.send(encode(Take(self._client_index)))
+        holder.send(encode(Take(self._client_index, number)))
         data, fds, _, _ = socket.recv_fds(holder, MAX_MESSAGE_BYTES, 2)
         message = decode(data)
         if isinstance(message, Nothing) or not isinstance(message, Keep) or len(fds) != 2:
@@ -185,6 +197,38 @@ class KeptConnections:
         finally:
             socket.close(fds[1])
         return message, client, sent
+
+    async def _continue(
+        self,
+        message: Keep,
+        client: socket.socket,
+        sent: SentResponse | None,
+        number: int,
+        adopt: Adopt,
+    ) -> bool:
+        """Continue the response on a connection, and then close it. Return False if that is not possible."""
+        if sent is None or message.num_takes >= MAX_TAKES:
+            client.close()
+            self._send(Drop(number))
+            return False
+        connection = await adopt(client)
+        connection.on_lost = lambda: self._send(Drop(number))
+        if sent.has_ended:
+            connection.transport.write(sent.unsent)
+            connection.transport.close()
+            return True
+        position = EventPosition(message.answer_id)
+        if sent.last_event_id:
+            position = parse_event_id(sent.last_event_id)
+        history = _History(number, message.num_takes + 1, sent.last_event_id)
+        # A body is ignored, because the request is recorded.
+        body = b"{}" if message.head.startswith(b"POST") else b""
+        connection.answer_again(
+            b"%b\r\ncontent-length: %d\r\n\r\n%b" % (message.head, len(body), body),
+            {POSITION: position, _HISTORY: history},
+            sent.unsent if sent.has_begun else None,
+        )
+        return True
 
     def _send(self, message: Keep | Drop, connection: Connection | None = None) -> None:
         """Send a message to the store process. If it is busy, a connection is not kept."""
@@ -236,29 +280,3 @@ def _head_of(asgi: Asgi) -> bytes:
     lines = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
     lines += [b"%b: %b" % field for field in scope["headers"] if field[0] not in _OTHERS]
     return b"\r\n".join(lines)
-
-
-async def _continue(
-    message: Keep, client: socket.socket, sent: SentResponse | None, adopt: Adopt
-) -> bool:
-    """Continue the response on a connection. Return False if that is not possible, and the connection is closed."""
-    if sent is None or message.num_takes >= MAX_TAKES:
-        client.close()
-        return False
-    connection = await adopt(client)
-    if sent.has_ended:
-        connection.transport.write(sent.unsent)
-        connection.transport.close()
-        return True
-    position = EventPosition(message.answer_id)
-    if sent.last_event_id:
-        position = parse_event_id(sent.last_event_id)
-    history = _History(message.num_takes + 1, sent.last_event_id)
-    # A body is ignored, because the request is recorded.
-    body = b"{}" if message.head.startswith(b"POST") else b""
-    connection.answer_again(
-        b"%b\r\ncontent-length: %d\r\n\r\n%b" % (message.head, len(body), body),
-        {POSITION: position, _HISTORY: history},
-        sent.unsent if sent.has_begun else None,
-    )
-    return True

@@ -28,8 +28,8 @@ from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
 _ERROR_CODES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """HTTP status -> error code of a failed response. Other statuses have "server_error"."""
 
-TOKENS_OF_BACKGROUND_EVENTS: Final = 1
-"""Number of tokens per stored event. It is fixed, so that a repeated run writes the same events."""
+TOKENS_OF_RECORDED_EVENTS: Final = 1
+"""Number of tokens per event of a recorded response. It is fixed, so that a repeated run writes the same events."""
 
 
 def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json:
@@ -261,6 +261,8 @@ class ResponseChunks(DialectChunks[ResponsesAnswer]):
         self._builder = answer.new_builder(self._emit)
         self._has_begun = False
         self._is_background = bool(answer.exchange.body.background)
+        if self._is_background or answer.exchange.is_recorded:
+            self._max_tokens = TOKENS_OF_RECORDED_EVENTS
         self.final: Json | None = None
 
     @property
@@ -270,11 +272,7 @@ class ResponseChunks(DialectChunks[ResponsesAnswer]):
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the events for the new output."""
-        if self._is_background:
-            delta = sequence.read_some(TOKENS_OF_BACKGROUND_EVENTS)
-            raise_if_failed(delta)
-        else:
-            delta = self.read(sequence)
+        delta = self.read(sequence)
         if not self._has_begun:
             self._begin()
         self._builder.add(self.choice.read(delta), self.answer.render_logprobs(delta))

@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from ...client.engine_client import RequestGroup
 from ...http.errors import APIError, json_response, renaming
@@ -18,9 +19,13 @@ from ..bodies.disconnection import while_connected
 from ..bodies.intake import Intake, RouteHandlers, reads
 from ..bodies.request_memory import MemoryLease
 from ..chats.prompt import RenderedChat
+from ..durable.event_positions import POSITION, EventPosition
+from ..durable.keeper import Keeper
 from ..durable.records import RequestRecord
 from ..durable.recovery import NothingToContinue, StartGroup
-from ..generation import read_outputs, wait_for_end
+from ..durable.resumption import Resumption
+from ..endpoint import NewAnswer, identify
+from ..generation import PreparedPrompt, read_outputs, wait_for_end
 from ..logprobs import Json
 from ..routes.chat_completions import ChatCompletions, ChatPlan, render_request
 from ..schema import ChatCompletionRequest
@@ -32,9 +37,10 @@ from ..schema.responses import (
 )
 from ..serving import Serving
 from ..streaming.text_events import TextEvents
-from .answer import RESPONSE_STREAM, ResponsesAnswer, describe_response
+from .answer import RESPONSE_STREAM, ResponseChunks, ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
 from .events import read_run, repeat_events, send_events
+from .foreground import ResponseKeeper, read_exchange
 from .ids import RESPONSE, new_id
 from .mcp.tools import has_mcp
 from .mcp.turns import McpTurns, Turn, with_listed_tools
@@ -65,6 +71,12 @@ class Responses(ChatCompletions):
         self.runs = BackgroundRuns(states, serving)
 
     async def _answer(self, asgi: Asgi, lease: MemoryLease) -> None:
+        position: EventPosition | None = asgi.state.get(POSITION)
+        if position is not None:
+            keeper = Keeper(self._serving, asgi.scope)
+            with await keeper.find_resumption(position) as resumption:
+                await self.resume(resumption, asgi, lease)
+            return
         exchange, size, deadline = await self._begin(asgi, lease)
         body = exchange.body
         if not body.background:
@@ -107,7 +119,8 @@ class Responses(ChatCompletions):
         """Answer a request in one turn of the model."""
         with renaming(partial(sent_name, exchange.body, exchange.places)):
             request, size = await self._translate_exchange(exchange, size)
-            await self._generate(asgi, lease, request, size, deadline)
+            keeper = ResponseKeeper(self._serving, asgi, exchange)
+            await self._generate(asgi, lease, request, size, deadline, keeper)
 
     async def _answer_in_turns(
         self, exchange: Exchange, asgi: Asgi, deadline: float, run: BackgroundRun | None = None
@@ -150,12 +163,15 @@ class Responses(ChatCompletions):
             await self._generate(run.asgi, lease, request, size, 0.0, keeper)
 
     async def continue_request(self, record: RequestRecord, owner: str, start: StartGroup) -> None:
-        """Generate the rest of a run.
+        """Generate the rest of a response.
 
         Raises:
-            APIError: The run can no longer be prepared, or the engine does not accept it.
-            NothingToContinue: The response has ended or was deleted.
+            APIError: The response can no longer be prepared, or the engine does not accept it.
+            NothingToContinue: It is a background response that has ended or was deleted.
         """
+        if not record.is_run:
+            await super().continue_request(record, owner, start)
+            return
         run = await self.runs.read_run(record)
         if run is None:
             raise NothingToContinue
@@ -176,6 +192,32 @@ class Responses(ChatCompletions):
                     group.leave()
 
         await self.runs.resume(run, generate)
+
+    async def _prepare_again(
+        self, record: RequestRecord, owner: str, receive: Receive, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        exchange = await read_exchange(record, self._states, owner)
+        self._verify_same_model(record, exchange.body.model)
+        request, size = await self._translate_exchange(exchange, 0)
+        prompts, new_answer = await self._prepare(request, size, receive)
+        lease.count_media(sum(prompt.num_image_bytes for prompt in prompts))
+        return request, prompts, new_answer
+
+    async def _send_rest(
+        self,
+        resumption: Resumption,
+        answer: Answer[ChatCompletionRequest],
+        group: RequestGroup,
+        asgi: Asgi,
+    ) -> None:
+        if not answer.request.stream:
+            resumption.open(group)
+            await self._reply(answer, group, asgi)
+            return
+        assert isinstance(answer, ResponsesAnswer)
+        chunks = answer.chunks()
+        await resumption.read_silently(group, chunks)
+        await self._send_events(answer, chunks, group, asgi, resumption)
 
     async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:
         """Store that a run failed, because it cannot be continued. Return False for requests of other endpoints."""
@@ -224,12 +266,7 @@ class Responses(ChatCompletions):
             await send_events(repeat_events(response, 0), asgi)
             return
         if answer.request.stream:
-            chunks = answer.chunks()
-
-            async def before_end() -> None:
-                await self._end(answer.exchange, chunks.final, run)
-
-            await self._stream(asgi).run(asgi.receive, group, chunks.with_progress(), before_end)
+            await self._send_events(answer, answer.chunks(), group, asgi)
             return
         await wait_for_end(group, asgi.receive)
         response = await self._serving.executor.run(
@@ -238,6 +275,26 @@ class Responses(ChatCompletions):
         await self._end(answer.exchange, response, run)
         if run is None:
             await json_response(response)(*asgi)
+
+    async def _send_events(
+        self,
+        answer: ResponsesAnswer,
+        chunks: ResponseChunks,
+        group: RequestGroup,
+        asgi: Asgi,
+        resumption: Resumption | None = None,
+    ) -> None:
+        """Send the events of a stream that `chunks` has not written, and store the response."""
+
+        async def before_end() -> None:
+            await self._end(answer.exchange, chunks.final, answer.request.run)
+
+        events = chunks.with_progress()
+        if answer.exchange.is_recorded:
+            events = identify(events, answer.exchange.response_id, group, asgi)
+        if resumption is not None:
+            events = resumption.without_end(events)
+        await self._stream(asgi).run(asgi.receive, group, events, before_end)
 
     async def _end(
         self, exchange: Exchange, response: Json | None, run: BackgroundRun | Turn | None

@@ -64,6 +64,7 @@ class Exchange:
         files: The stored files that the items refer to.
         kept: The responses that the client's WebSocket keeps; None for a client without one.
         places: The fields of `input` that are contents of messages of the chat, by the number of the message.
+        is_recorded: True if another frontend must be able to write the same events.
     """
 
     body: ResponsesRequest
@@ -75,6 +76,7 @@ class Exchange:
     files: Files = field(default_factory=dict)
     kept: Any = None
     places: dict[int, str] = field(default_factory=dict)
+    is_recorded: bool = False
 
     @property
     def only_prepares(self) -> bool:

@@ -70,25 +70,28 @@ def _essence(value: Any) -> Any:
             return text
         case {"delta": {"text": str(text)}, "type": "content_block_delta"}:
             return text
+        case {"type": "response.output_text.delta", "delta": str(text), "sequence_number": number}:
+            return f"{number}:{text}"
         case {"message": {"content": str(text)}, "done": False}:
             return text
         case {"content": str(text), "stop": False}:
             return text
         case {"choices": [{"text": str(text), "index": int(index), "finish_reason": None}]}:
             return text if index == 0 else None
-    volatile = {"id", "created", "created_at", "timings", "system_fingerprint", "id_slot"}
-    return _without(value, volatile)
+    return _without(value)
 
 
-def _without(value: Any, names: set[str]) -> Any:
+_VOLATILE = {"id", "item_id", "created", "created_at", "completed_at", "timings", "id_slot"}
+
+
+def _without(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without(each, names) for each in value]
+        return [_without(each) for each in value]
     if isinstance(value, dict):
-        kept = {name: each for name, each in value.items() if name not in names}
         return {
-            name: _without(each, names)
-            for name, each in kept.items()
-            if not name.endswith("_duration")
+            name: _without(each)
+            for name, each in value.items()
+            if name not in _VOLATILE and not name.endswith("_duration")
         }
     return value
 

@@ -117,39 +117,53 @@ def turn(held: HeldConnections) -> None:
         held.turn()
 
 
+def take(held: HeldConnections, taking: socket.socket, client_index: int, number: int) -> object:
+    """Ask for a copy, write on the connection if there is one, and return the reply."""
+    taking.send(encode(Take(client_index, number)))
+    turn(held)
+    data, fds, _, _ = socket.recv_fds(taking, 100, 2)
+    if fds:
+        os.write(fds[0], b"%d" % number)
+    for fd in fds:
+        os.close(fd)
+    return decode(data)
+
+
 def test_only_the_successor_of_a_frontend_takes_its_connections(
     holder: HeldConnections, tmp_path: Path
 ) -> None:
     memory = SentMemory()
-    frontend, other, successor = (connect(tmp_path) for _ in range(3))
+    frontend, taking = connect(tmp_path), connect(tmp_path)
     kept, client = socket.socketpair()
     dropped, dropped_client = socket.socketpair()
     socket.send_fds(frontend, [encode(Hello(3))], [memory.fd])
-    for number, each in enumerate((kept, dropped)):
-        socket.send_fds(frontend, [encode(Keep(number, "a", b"GET /", 7))], [each.fileno()])
-        each.close()
-    frontend.send(encode(Drop(1)))
+    message = Keep(1, "a", b"GET /", 7)
+    socket.send_fds(frontend, [encode(message)], [kept.fileno()])
+    socket.send_fds(frontend, [encode(Keep(2, "b", b"GET /", 8))], [dropped.fileno()])
+    frontend.send(encode(Drop(2)))
+    kept.close()
+    dropped.close()
     turn(holder)
     assert dropped_client.recv(1) == b"", "the copy of an answered connection is still open"
-    successor.send(encode(Take(3)))
-    turn(holder)
-    assert decode(successor.recv(100)) == Nothing(), "the frontend still runs"
+    assert take(holder, taking, 3, 5) == Nothing(), "the frontend still runs"
     frontend.close()
-    other.send(encode(Take(2)))
-    successor.send(encode(Take(3)))
+    # A second successor takes it if the first one crashes before it has sent its own copy.
+    for number in (5, 6):
+        successor = connect(tmp_path)
+        socket.send_fds(successor, [encode(Hello(3))], [memory.fd])
+        turn(holder)
+        assert take(holder, taking, 2, number) == Nothing()
+        assert take(holder, taking, 3, number) == message
+        assert take(holder, taking, 3, number + 100) == Nothing()
+        assert client.recv(10) == b"%d" % number
+        if number == 5:
+            successor.close()
+            turn(holder)
+    # Its own copy replaces the other one.
+    again, _ = socket.socketpair()
+    socket.send_fds(successor, [encode(Keep(7, "a", b"GET /", 9, 1, replaces=6))], [again.fileno()])
     turn(holder)
-    assert decode(other.recv(100)) == Nothing()
-    data, fds, _, _ = socket.recv_fds(successor, 100, 2)
-    assert decode(data) == Keep(0, "a", b"GET /", 7)
-    taken = socket.socket(fileno=fds[0])
-    taken.send(b"rest")
-    taken.close()
-    assert client.recv(10) == b"rest"
-    assert client.recv(10) == b"", "the holder still has a copy"
-    successor.send(encode(Take(3)))
-    turn(holder)
-    assert decode(successor.recv(100)) == Nothing()
-    os.close(fds[1])
+    assert client.recv(10) == b"", "the holder still has the first copy"
     memory.close()
 
 
@@ -161,7 +175,4 @@ def test_a_frontend_that_sends_nonsense_is_disconnected(
     turn(holder)
     assert frontend.recv(10) == b""
     # Others are served.
-    successor = connect(tmp_path)
-    successor.send(encode(Take(0)))
-    turn(holder)
-    assert decode(successor.recv(100)) == Nothing()
+    assert take(holder, connect(tmp_path), 0, 1) == Nothing()
