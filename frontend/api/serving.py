@@ -103,7 +103,7 @@ class Serving:
         self.text_changes = TextChanges.find(config.model.pooler, tokenizer)
         self.documents = DocumentReader(engine.executor)
         self.transcriber: Transcriber | None = None
-        if speech_model(config.model) is not None:
+        if speech_model(config) is not None:
             # A late import, because few models transcribe.
             from ..media.transcription.transcriber import make_transcriber
 

@@ -39,7 +39,7 @@ class LocalTranscriber:
     def __init__(
         self, engine: LocalEngine, template: ChatTemplate | None, guard: SpecialTokenGuard
     ) -> None:
-        self.speech = verify_transcribes(engine.config.model)
+        self.speech = verify_transcribes(engine.config)
         self._engine = engine
         transcriber = make_transcriber(
             engine.config, engine.tokenizer, engine.client.executor, template, guard

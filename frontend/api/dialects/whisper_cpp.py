@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ....protocol.config import ModelConfig
+from ....protocol.config import EngineConfig
 from ...http.errors import json_response, wrong
 from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
@@ -72,7 +72,7 @@ class Inference(RouteHandlers):
         with self._intake.lease() as lease:
             deadline = read_deadline(scope, self._serving.config.frontend.default_deadline_s)
             request, files = await self._intake.receive_form(asgi, self._decoder, lease)
-            translated = _translate(request, self._serving.config.model)
+            translated = _translate(request, self._serving.config)
             route = self._translations if request.translate else self._transcriptions
 
             def write(transcript: Transcript, plan: Plan) -> Response:
@@ -82,7 +82,7 @@ class Inference(RouteHandlers):
             await route.answer(sent, asgi, write)
 
 
-def _translate(request: InferenceRequest, model: ModelConfig) -> TranscriptionRequest:
+def _translate(request: InferenceRequest, config: EngineConfig) -> TranscriptionRequest:
     """Return the request for the common route.
 
     Raises:
@@ -95,7 +95,7 @@ def _translate(request: InferenceRequest, model: ModelConfig) -> TranscriptionRe
     verify_choice("response_format", request.response_format, FORMATS)
     if not 0 <= (request.offset_n or 0) < 1 << 31:
         raise wrong("offset_n", "between 0 and 2147483647", request.offset_n)
-    languages = verify_transcribes(model).languages
+    languages = verify_transcribes(config).languages
     language = request.language or ("en" if "en" in languages else None)
     if request.detect_language or language == "auto":
         language = None

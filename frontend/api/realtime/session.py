@@ -105,7 +105,7 @@ class Realtime(RouteHandlers):
         # Azure's clients call the model a deployment.
         model = query.get("model") or query.get("deployment") or serving.served_name
         serving.verify_model(model)
-        speech = verify_transcribes(serving.config.model)
+        speech = verify_transcribes(serving.config)
         settings = Settings.default(model)
         if (given := session_of(dict(scope["headers"]))) is not None:
             settings = settings.updated(given)

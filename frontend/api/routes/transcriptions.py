@@ -230,7 +230,7 @@ class Transcriptions(RouteHandlers):
             APIError: A value is not allowed (400).
             ParameterError: The model does not support the task or the language.
         """
-        speech = verify_transcribes(self._serving.config.model)
+        speech = verify_transcribes(self._serving.config)
         if self._transcriber is None:
             raise APIError(
                 400,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ....protocol.config import ModelConfig
+from ....protocol.config import EngineConfig, ParallelConfig
 from ....protocol.config.audio.processor import AudioProcessorConfig
 from ....protocol.config.chat_audio import ChatAudioConfig
 from ....protocol.errors import ParameterError
@@ -80,7 +80,7 @@ class SpeechModel(msgspec.Struct, frozen=True):
     Attributes:
         languages: The codes of the languages that a caller may give; empty if the model always detects the language.
         translates: True if the model can write an English translation.
-        has_word_times: True if the model can report the times of single words.
+        no_word_times: Why the model cannot report the times of single words; "" if it can.
         needs_language: True if a caller must give the language.
         reads_prompt: True if the model reads a caller's text.
         reads_keywords: True if it reads words that occur in the clip.
@@ -92,7 +92,7 @@ class SpeechModel(msgspec.Struct, frozen=True):
 
     languages: Collection[str]
     translates: bool
-    has_word_times: bool
+    no_word_times: str
     needs_language: bool
     reads_prompt: bool
     sampling_rate: int
@@ -102,8 +102,9 @@ class SpeechModel(msgspec.Struct, frozen=True):
     audio: AudioProcessorConfig | None = None
 
 
-def speech_model(model: ModelConfig) -> SpeechModel | None:
+def speech_model(config: EngineConfig) -> SpeechModel | None:
     """Return the abilities of a model that transcribes; None for other models, and without a tokenizer."""
+    model = config.model
     if not model.has_tokenizer:
         return None
     if (audio := model.audio) is not None:
@@ -119,7 +120,7 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
             if added is not None
             else audio.languages or audio.language_token_ids or ("en",),
             translates=audio.translates,
-            has_word_times=audio.writes_tokens or bool(audio.alignment_heads),
+            no_word_times="" if audio.writes_tokens else _no_alignment(audio, config.parallel),
             needs_language=bool(audio.languages),
             reads_prompt=audio.previous_token_id >= 0,
             reads_keywords=audio.previous_token_id >= 0,
@@ -132,7 +133,7 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
     return SpeechModel(
         languages=speech.languages,
         translates=bool(speech.translation),
-        has_word_times=False,
+        no_word_times="writes text without times",
         needs_language=False,
         reads_prompt=speech.has_context,
         sampling_rate=model.chat_audio.rate,
@@ -145,15 +146,23 @@ def speech_model(model: ModelConfig) -> SpeechModel | None:
     )
 
 
+def _no_alignment(audio: AudioProcessorConfig, parallel: ParallelConfig) -> str:
+    """Return why the model cannot align its tokens with the clip; "" if it can."""
+    if not audio.alignment_heads:
+        return "has no alignment heads (generation_config.json)"
+    num_stages = parallel.pipeline_parallel_size
+    return f"is served with --pipeline-parallel-size {num_stages}" if num_stages > 1 else ""
+
+
 def _half_context_s(audio: ChatAudioConfig, max_model_len: int) -> float:
     """Return the length in seconds of a clip whose embeddings fill half of the context."""
     samples_per_output = audio.window_samples / audio.outputs_per_window
     return max_model_len / 2 * samples_per_output / audio.rate
 
 
-def verify_transcribes(model: ModelConfig) -> SpeechModel:
+def verify_transcribes(config: EngineConfig) -> SpeechModel:
     """Return the abilities of a model that transcribes. Raise ParameterError if the model does not transcribe."""
-    found = speech_model(model)
+    found, model = speech_model(config), config.model
     if found is None:
         reads_speech = model.audio is not None or model.chat_audio is not None
         lacks_tokenizer = reads_speech and not model.has_tokenizer
@@ -220,14 +229,10 @@ def verify_options(options: TranscriptionOptions, model: SpeechModel) -> None:
         raise ParameterError(
             "language", f"is required, because this model does not detect it; one of {names}"
         )
-    if options.has_words and not model.has_word_times:
-        reason = (
-            "writes text without times"
-            if model.audio is None
-            else "has no alignment heads (generation_config.json)"
-        )
+    if options.has_words and model.no_word_times:
         raise ParameterError(
-            "timestamp_granularities", f"must not contain word, because the model {reason}"
+            "timestamp_granularities",
+            f"must not contain word, because the model {model.no_word_times}",
         )
     reads = {"prompt": model.reads_prompt, "keywords": model.reads_keywords}
     for name, is_read in reads.items():

@@ -391,7 +391,7 @@ def make_transcriber(
 ) -> Transcriber | None:
     """Return the transcriber for a model; None if it does not transcribe, or lacks the chat template that it needs."""
     model = config.model
-    speech = speech_model(model)
+    speech = speech_model(config)
     if speech is None:
         return None
     urls = MediaUrls(config.frontend, executor)

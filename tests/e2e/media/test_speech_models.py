@@ -204,6 +204,15 @@ def test_word_times_and_streams_contain_the_whole_text(audio: Any, server: Serve
     assert_nothing_is_held(server)
 
 
+def test_word_times_are_refused_if_layers_are_divided_into_stages(reference: Reference) -> None:
+    with Server(str(reference.path), *FLAGS, "-pp", "2") as server:
+        create = client(server).transcriptions.create
+        words: Any = {"response_format": "verbose_json", "timestamp_granularities": ["word"]}
+        with pytest.raises(openai.BadRequestError, match="--pipeline-parallel-size 2"):
+            create(model="tiny", file=clip(1)[1], **words)
+        assert create(model="tiny", file=clip(1)[1]).text
+
+
 def test_unknown_languages_are_refused(audio: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape('(de, en, fr), got "it"')):
         audio.transcriptions.create(model="tiny", file=clip(1)[1], language="it")
