@@ -14,8 +14,9 @@ from .local_process import ProcessSpec, Role
 def engine_processes(
     config: EngineConfig, config_path: Path, listen_fd: int | None, lock_fd: int | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes of `config`, slowest to start first.
+    """Return the processes of `config` in the order in which they are started.
 
+    Frontends come first: with a small model they take longest, because they load the tokenizer on one processor core.
     Without a `listen_fd` there are no frontends. Frontends inherit `lock_fd`, which holds the lock of the run
     directory.
     """
@@ -37,15 +38,17 @@ def engine_processes(
 
     parallel = config.parallel
     cores = range(parallel.data_parallel_size)
-    specs = [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
-    specs += [spec(f"core {core}", Role.CORE, "core", core) for core in cores]
+    specs: list[ProcessSpec] = []
     if listen_fd is not None:
         inherited = tuple(fd for fd in (listen_fd, lock_fd) if fd is not None)
-        specs.append(spec("store", Role.STORE, "frontend.store", 0))
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
             # numpy's threads would compete with those of the workers.
             specs.append(replace(frontend, pass_fds=inherited, env={"OPENBLAS_NUM_THREADS": "1"}))
+    specs += [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
+    specs += [spec(f"core {core}", Role.CORE, "core", core) for core in cores]
+    if listen_fd is not None:
+        specs.append(spec("store", Role.STORE, "frontend.store", 0))
     return specs
 
 

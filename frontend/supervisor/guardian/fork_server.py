@@ -33,12 +33,12 @@ from ....protocol.process import ORPHANED_EXIT_CODE, ignore_stop_signals, name_p
 
 MODULES: Final = (
     {
-        "engine.workers": "engine.workers.preloaded",
-        "engine.core": "engine.core.preloaded",
+        "engine.frontend": "engine.frontend.api.server",
+        "engine.frontend.store": "engine.frontend.store.engine_store",
     },
     {
-        "engine.frontend.store": "engine.frontend.store.engine_store",
-        "engine.frontend": "engine.frontend.api.server",
+        "engine.workers": "engine.workers.preloaded",
+        "engine.core": "engine.core.preloaded",
     },
 )
 """The module that each program of each fork server needs, in the order in which the programs start."""

@@ -420,11 +420,11 @@ def test_engine_processes_have_expected_command_lines(run_dir: str) -> None:
     config = replace(make_config(run_dir), parallel=ParallelConfig(api_server_count=2))
     specs = engine_processes(config, Path("/c"), 5)
     assert [(s.name, s.argv[3:], s.pass_fds) for s in specs] == [
+        ("frontend 0", ("engine.frontend", "/c", "0", "5"), (5,)),
+        ("frontend 1", ("engine.frontend", "/c", "1", "5"), (5,)),
         ("worker 0", ("engine.workers", "/c", "0", "0"), ()),
         ("core 0", ("engine.core", "/c", "0"), ()),
         ("store", ("engine.frontend.store", "/c", "0"), ()),
-        ("frontend 0", ("engine.frontend", "/c", "0", "5"), (5,)),
-        ("frontend 1", ("engine.frontend", "/c", "1", "5"), (5,)),
     ]
     assert [s.name for s in engine_processes(config, Path("/c"), None)] == ["worker 0", "core 0"]
     replicas = replace(
