@@ -43,7 +43,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--help"], "msgspec zmq numpy asyncio rich"),
         (
             ["serve", "--help"],
-            "torch numpy transformers tokenizers jinja2 uvicorn asyncio rich aiohttp",
+            "torch numpy transformers tokenizers jinja2 uvicorn asyncio rich aiohttp typing_extensions",
         ),
     ],
 )
