@@ -145,7 +145,11 @@ def _parse_custom(tool: dict[str, Any], where: str) -> Tool:
 
 def _parse_format(form: Any, where: str) -> tuple[str, str]:
     """Return the syntax and the definition of a custom tool's grammar; ("", "") if any text is valid."""
-    kind = form.get("type") if isinstance(form, dict) else form
+    if form is None:
+        return "", ""
+    if not isinstance(form, dict):
+        raise wrong(where, "an object", form)
+    kind = form.get("type")
     if kind is None or kind == "text":
         return "", ""
     if kind != "grammar":

@@ -249,6 +249,11 @@ def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
         ),
         ({"tools": [{"type": "file_search"}]}, "tools[0].type", '"file_search"'),
         (
+            {"tools": [{"type": "custom", "name": "a", "format": "text"}]},
+            "tools[0].format",
+            'must be an object, got "text"',
+        ),
+        (
             {"tools": [{"type": "web_search"}, NAMESPACE | {"tools": [{"type": "mcp"}]}]},
             "tools[1].tools[0].type",
             '"function" or "custom" within a namespace, got "mcp"',
