@@ -31,7 +31,7 @@ from ..http.errors import APIError, bad_request, echo, json_response, unavailabl
 from ..http.middleware import add_middleware
 from .children import Child, Children, State
 from .names import find_name, is_unload
-from .proxy import Connections, ask, is_websocket, pass_on, pass_on_websocket
+from .proxy import Connections, ask, find_only, is_websocket, pass_on, pass_on_websocket
 
 PROBES: Final = ("/health", "/v1/health", "/livez", "/readyz", "/ready", "/ping")
 
@@ -39,6 +39,11 @@ _LARGE_BYTES: Final = 1 << 18
 """Size of bodies that a thread parses, because it takes more than a millisecond."""
 
 _DESCRIPTION: Final = "/v1/models/"
+
+_STREAM: Final = "/v1/stream"
+
+_OF_ONE_MODEL: Final = ("/metrics", "/props", _STREAM)
+"""Paths of the router that a model answers if the query names it."""
 
 _TRUE: Final = ("1", "true")
 """Values of parameters in a query that are true."""
@@ -51,8 +56,9 @@ class RouterApp:
     """Answers requests.
 
     A request goes to the model that it names. One without a name goes to the first model of the file; if it has no body
-    either, such as that for a stored response, to each loaded model until one knows the object. Unless `autoloads`, a
-    request does not load its model, but `autoload=true` in the query does so.
+    either, such as that for a stored response, to each loaded model until one knows the object. The stream of a
+    conversation with several models is only sent if the request names one of them. Unless `autoloads`, a request does
+    not load its model, but `autoload=true` in the query does so.
     """
 
     def __init__(self, children: Children, config: FrontendConfig, *, autoloads: bool) -> None:
@@ -70,7 +76,7 @@ class RouterApp:
             ("GET", "/props"): self._props,
             ("GET", "/metrics"): self._metrics,
             ("POST", "/v1/streams/lookup"): self._look_up_streams,
-            ("DELETE", "/v1/stream"): self._stop_stream,
+            ("DELETE", _STREAM): self._stop_stream,
             **dict.fromkeys((("GET", path) for path in ("/v1/models", "/models")), self._list),
             **dict.fromkeys((("GET", path) for path in ("/api/tags", "/api/ps")), self._tags),
             **dict.fromkeys((("GET", path) for path in PROBES), self._health),
@@ -82,7 +88,7 @@ class RouterApp:
         own = self._own.get((method, path))
         if method == "GET" and path.startswith(_DESCRIPTION) and ":" not in path:
             own = self._describe
-        is_of_model = path in ("/metrics", "/props") and b"model=" in scope["query_string"]
+        is_of_model = path in _OF_ONE_MODEL and bool(self._name_in_query(scope))
         if own is not None and not is_of_model:
             response = await own(Request(scope, receive))
             await response(scope, receive, send)
@@ -90,7 +96,9 @@ class RouterApp:
         with self._memory.lease() as lease:
             read = await read_body(scope, receive, self._max_bytes, lease, is_json=False)
             body = read.join()
-            if len(body) > _LARGE_BYTES:
+            if path == _STREAM:
+                name = self._name_in_query(scope)
+            elif len(body) > _LARGE_BYTES:
                 name = await asyncio.to_thread(find_name, scope, body)
             else:
                 name = find_name(scope, body)
@@ -108,6 +116,10 @@ class RouterApp:
                         self._children, candidates[0], scope, send, size, new_lease
                     )
                 else:
+                    if path == _STREAM and len(candidates) > 1:
+                        candidates = [
+                            await find_only(self._children, self._connections, candidates, scope)
+                        ]
                     await pass_on(
                         self._children, self._connections, candidates, body, scope, receive, send
                     )
@@ -117,6 +129,12 @@ class RouterApp:
     def _without_name(self, body: bytes) -> list[Child]:
         first = self._children.all[0]
         return (not body and self._children.loaded) or [first]
+
+    def _name_in_query(self, scope: Scope) -> str:
+        """Return the model that a query names, by `model` or at the end of `conv_id`; "" if it names none."""
+        query = QueryParams(scope["query_string"])
+        name = query.get("conv_id", "").partition("::")[2]
+        return query.get("model") or (name if self._children.find(name) else "")
 
     def _find(self, name: str) -> Child:
         child = self._children.find(name)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import compress
 from typing import Final
 
 import h11
@@ -91,6 +92,32 @@ async def ask(
         content = b"".join([piece async for piece in answered.read_body()])
     kind = dict(response.headers).get(b"content-type")
     return Response(content, response.status_code, media_type=kind.decode() if kind else None)
+
+
+async def find_only(
+    children: Children, connections: Connections, candidates: Sequence[Child], scope: Scope
+) -> Child:
+    """Return the only one of several models that answers a request without a body; the first if none does.
+
+    Raises:
+        APIError: Several models answer (409), or the server of a model ended before its answer (503).
+        EngineError: A model does not load.
+    """
+
+    async def answers(child: Child) -> bool:
+        async with children.use(child), connections.ask(child, scope, b"") as (response, _):
+            return response.status_code < 400
+
+    answering = await asyncio.gather(*map(answers, candidates))
+    found = list(compress(candidates, answering))
+    if len(found) > 1:
+        names = ", ".join(child.model.name for child in found)
+        raise APIError(
+            409,
+            f"Several models have a stream of this conversation: {names}; add model=NAME to the query",
+            param="model",
+        )
+    return found[0] if found else candidates[0]
 
 
 class Connection:

@@ -153,6 +153,26 @@ def test_conversations_with_any_loaded_model_are_found_and_stopped(tmp_path: Pat
         assert http.post("/v1/streams/lookup", json={"conversation_ids": 1}).status_code == 400
 
 
+def test_stream_of_a_conversation_with_two_models_needs_the_name_of_one(tmp_path: Path) -> None:
+    with RouterServer(tmp_path, "--models-max", "2", resume_grace=60) as router:
+        http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
+        headers = {"x-conversation-id": "same"}
+        body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+        for name in ("small", "other"):
+            answer = http.post("/v1/completions", json=body | {"model": name}, headers=headers)
+            assert answer.status_code == 200, answer.text
+        refused = http.get("/v1/stream?conv_id=same")
+        assert refused.status_code == 409, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == "model"
+        assert "Several models have a stream of this conversation: small, other" in error["message"]
+        for name in ("small", "other"):
+            for query in ({"conv_id": f"same::{name}"}, {"conv_id": "same", "model": name}):
+                assert f'"model":"{name}"' in http.get("/v1/stream", params=query).text
+        assert http.delete("/v1/stream?conv_id=same::small").status_code == 204
+        assert '"model":"other"' in http.get("/v1/stream?conv_id=same").text
+
+
 def test_models_are_loaded_and_unloaded_on_request(router: RouterServer) -> None:
     http = httpx.Client(base_url=router.url, headers={"x-api-key": "key"}, timeout=120)
     assert http.post("/models/load", json={"model": "small"}).json() == {"success": True}
