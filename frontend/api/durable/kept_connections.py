@@ -267,9 +267,11 @@ def _find_plain(asgi: Asgi) -> Connection | None:
     connection = asgi.state.get("connection")
     if not isinstance(connection, Connection) or connection.transport.is_closing():
         return None
-    is_http = asgi.scope["scheme"] == "http" and asgi.scope["http_version"] == "1.1"
-    family = connection.transport.get_extra_info("socket").family
-    return connection if is_http and family in (socket.AF_INET, socket.AF_INET6) else None
+    # The scheme in the scope may be that of a proxy, which ends TLS.
+    find = connection.transport.get_extra_info
+    is_tcp = find("socket").family in (socket.AF_INET, socket.AF_INET6)
+    is_plain = is_tcp and find("sslcontext") is None
+    return connection if is_plain and asgi.scope["http_version"] == "1.1" else None
 
 
 def _head_of(asgi: Asgi) -> bytes:

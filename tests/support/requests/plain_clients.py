@@ -35,7 +35,8 @@ class PlainClient(threading.Thread):
             self._url.hostname or "", self._url.port, timeout=TIMEOUT_S
         )
         try:
-            headers = {"content-type": "application/json", "connection": "close"}
+            # As behind a proxy that ends TLS.
+            headers = {"x-forwarded-proto": "https", "content-type": "application/json"}
             connection.request("POST", self.path, json.dumps(self._body), headers)
             response = connection.getresponse()
             while piece := response.read1(4096):
@@ -49,36 +50,43 @@ class PlainClient(threading.Thread):
             connection.close()
 
     @property
-    def answer(self) -> tuple[str, list[Any]]:
-        """The problem, if there was one, and what the response says besides IDs and times."""
-        parts: list[Any] = []
+    def answer(self) -> tuple[str, dict[int, str], list[Any]]:
+        """The problem if there was one, the texts of streams, and all else in the response but IDs and times."""
+        texts: dict[int, str] = {}
+        others: list[Any] = []
         for line in self.data.decode().splitlines():
-            text = line.removeprefix("data: ")
-            if text == "[DONE]":
-                parts.append(text)
-            elif text.startswith("{"):
-                parts.append(_essence(json.loads(text)))
-        texts = [part for part in parts if isinstance(part, str)]
-        others = [part for part in parts if not isinstance(part, str) and part]
-        return self.problem, ["".join(texts), *others]
+            data = line.removeprefix("data: ")
+            if not data.startswith("{"):
+                others += [data] * (data == "[DONE]")
+                continue
+            event = json.loads(data)
+            index, text, is_only_text = _take_text(event)
+            texts[index] = texts.get(index, "") + text
+            if not is_only_text:
+                others.append(_without(event))
+        return self.problem, texts, others
 
 
-def _essence(value: Any) -> Any:
-    """Return the text of a chunk that has little else, and otherwise what does not differ from one run to the next."""
-    match value:
-        case {"choices": [{"delta": {"content": str(text)}, "finish_reason": None}]}:
-            return text
-        case {"delta": {"text": str(text)}, "type": "content_block_delta"}:
-            return text
+def _take_text(event: Any) -> tuple[int, str, bool]:
+    """Remove the new text from an event. Return its index, the text, and whether the event has nothing else.
+
+    The text before the end may come together with it.
+    """
+    match event:
+        case {"choices": [{"delta": delta} as choice]}:
+            return 0, delta.pop("content", None) or "", choice["finish_reason"] is None
+        case {"choices": [{"text": str(text), "index": int(index)} as choice]}:
+            choice["text"] = ""
+            return index, text, choice["finish_reason"] is None
         case {"type": "response.output_text.delta", "delta": str(text), "sequence_number": number}:
-            return f"{number}:{text}"
-        case {"message": {"content": str(text)}, "done": False}:
-            return text
-        case {"content": str(text), "stop": False}:
-            return text
-        case {"choices": [{"text": str(text), "index": int(index), "finish_reason": None}]}:
-            return text if index == 0 else None
-    return _without(value)
+            return 0, f"{number}:{text}", True
+        case {"message": {"content": str(text)} as message, "done": done}:
+            message["content"] = ""
+            return 0, text, not done
+        case {"content": str(text), "stop": stop}:
+            event["content"] = ""
+            return 0, text, not stop
+    return 0, "", False
 
 
 _VOLATILE = {"id", "item_id", "created", "created_at", "completed_at", "timings", "id_slot"}
