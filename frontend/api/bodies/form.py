@@ -28,6 +28,8 @@ _BOUNDARY: Final = re.compile(r'multipart/form-data\s*;.*?\bboundary=("?)([^";,\
 _NAME: Final = re.compile(r';\s*name="((?:[^"\\]|\\.)*)"', re.I)
 _FILE: Final = re.compile(r";\s*filename\*?=", re.I)
 _FILENAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"', re.I)
+_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
+"""Numbers as people write them, such as `.5`, which is not one in JSON."""
 _NESTED: Final = re.compile(r"(.+?)\[(\w+)\]")
 
 
@@ -131,6 +133,7 @@ class FormDecoder(Generic[T]):
         self._unread = {*self._refused, *ignored_fields(schema)}
         self._lists = {field.encode_name for field in fields if "list" in str(field.type)}
         self._objects = {field.encode_name for field in fields if "dict" in str(field.type)}
+        self._numbers = {field.encode_name for field in fields if "float" in str(field.type)}
 
     def decode(self, values: dict[str, list[str]]) -> T:
         """Return the values as an instance of the schema. Empty values are ignored.
@@ -159,6 +162,8 @@ class FormDecoder(Generic[T]):
                 raise wrong(name, "one value", len(texts))
             elif texts[0]:
                 found[name] = texts[0]
+                if name in self._numbers and _NUMBER.fullmatch(texts[0]):
+                    found[name] = float(texts[0])
         try:
             request = msgspec.convert(found, self._schema, strict=False)
         except msgspec.ValidationError as error:

@@ -45,6 +45,7 @@ def test_form_values_are_converted_to_the_types_of_the_schema() -> None:
         }
     )
     assert request.temperature == 0.5
+    assert decoder.decode({"temperature": [".5"]}).temperature == 0.5
     assert request.stream is True
     assert request.language is None
     assert request.timestamp_granularities == ["word", "segment"]
