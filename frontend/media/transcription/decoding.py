@@ -24,7 +24,7 @@ from ..audio.windows import Window
 from .chat_prompt import ChatPrompts, HeldTurns
 from .decoder_prompt import DecoderPrompts
 from .options import SpeechModel, TranscriptionOptions
-from .segments import DecodedWindow, Turn, Word, best_attempt
+from .segments import MAX_NO_SPEECH_PROB, DecodedWindow, Turn, Word, best_attempt
 from .turns import join_turns
 from .words import align_words
 
@@ -118,17 +118,23 @@ class WindowDecoder:
         Args:
             window: The window.
             inputs: The encoder inputs of the window.
-            deltas: Receives the text as it is generated, if the transcription is streamed.
+            deltas: Receives the text as it is generated, if the transcription is streamed. The text of a window that
+                may be silent comes at its end.
         """
         options = self._options
         asked: asyncio.Task[float] | None = None
-        if options.has_segments:
+        if options.has_segments or options.is_streamed:
             # Both requests run at the same time, so that the encoder runs once for both.
             asked = asyncio.create_task(self._no_speech_prob(inputs))
+        shown, held = deltas, Deltas()
         try:
-            decoded = await self._decode_once(window, inputs, options.temperature, deltas)
+            if asked is not None and options.is_streamed:
+                shown = held if await asked > MAX_NO_SPEECH_PROB else deltas
+            decoded = await self._decode_once(window, inputs, options.temperature, shown)
             if asked is not None:
                 decoded.no_speech_prob = await asked
+            while not (held.empty() or decoded.is_silent):
+                deltas.put_nowait(held.get_nowait())
         finally:
             deltas.put_nowait(None)
             if asked is not None:
@@ -144,8 +150,8 @@ class WindowDecoder:
                 attempts.append(await self._sample(window, inputs, temperature))
                 attempts[-1].no_speech_prob = no_speech_prob
             decoded = best_attempt(attempts)
-            if decoded.is_silent:
-                return None
+        if decoded.is_silent:
+            return None
         if options.has_words:
             decoded.words = await self._align(window, inputs, decoded)
         return decoded

@@ -160,6 +160,20 @@ def test_formats_have_the_same_text(client: openai.OpenAI) -> None:
     assert events[-1].type == "transcript.text.done" and events[-1].text == text
 
 
+def test_windows_without_speech_have_no_text(client: openai.OpenAI) -> None:
+    create = client.audio.transcriptions.create
+    noise = np.random.default_rng(0).normal(0, 1e-2, 48_000).astype(np.float32)
+    assert create(model="tiny", file=file_of(noise)).text == ""
+    events = list(create(model="tiny", file=file_of(noise), stream=True))
+    assert [event.type for event in events] == ["transcript.text.done"]
+    # Speech in another window is streamed.
+    speech = np.concatenate([noise] * 10 + [read("colors.ogg")])
+    events = list(create(model="tiny", file=file_of(speech), stream=True))
+    deltas = [event.delta for event in events if event.type == "transcript.text.delta"]
+    assert "".join(deltas) == events[-1].text
+    assert error_rate(events[-1].text, HEARD["colors.ogg"]) < 0.3
+
+
 def test_realtime_sessions_transcribe_what_is_committed_even_if_the_worker_is_killed(
     client: openai.OpenAI, server: Server
 ) -> None:
