@@ -23,7 +23,14 @@ from .client_tools import CLIENT_TOOLS
 from .mcp.tools import MCP, SECRETS
 from .namespaces import call_fields, is_left_out
 from .output import OutputBuilder
-from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
+from .request import (
+    CACHE_OPTIONS,
+    INCLUDE_LOGPROBS,
+    INCLUDE_REASONING,
+    RETENTIONS,
+    Exchange,
+    ResponseChat,
+)
 
 _ERROR_CODES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """HTTP status -> error code of a failed response. Other statuses have "server_error"."""
@@ -59,6 +66,8 @@ def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_options": _shown_cache_options(body.prompt_cache_options),
+        "prompt_cache_retention": RETENTIONS.get(body.prompt_cache_retention or ""),
         "reasoning": {
             "effort": reasoning.get("effort"),
             "summary": reasoning.get("summary") or reasoning.get("generate_summary"),
@@ -84,6 +93,14 @@ def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json
         given = body.conversation
         response["conversation"] = {"id": given if isinstance(given, str) else given["id"]}
     return response
+
+
+def _shown_cache_options(given: Json | None) -> Json | None:
+    """Return the options as OpenAI shows them: the default of an option is its first choice."""
+    if given is None:
+        return None
+    shown: Json = {name: given.get(name) or choices[0] for name, choices in CACHE_OPTIONS.items()}
+    return shown | {"comparison_response_id": None}
 
 
 def _shown_tool(tool: Json) -> Json:

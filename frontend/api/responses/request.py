@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,6 +38,12 @@ _INCLUDABLE: Final = (
     "computer_call_output.output.image_url",
 )
 MAX_TOP_LOGPROBS: Final = 20
+
+RETENTIONS: Final = {"in_memory": "in_memory", "in-memory": "in_memory", "24h": "24h"}
+"""`prompt_cache_retention` in a request -> its value in the response. It has no effect."""
+
+CACHE_OPTIONS: Final = {"mode": ("implicit", "explicit"), "ttl": ("30m", "12h")}
+"""The values of each of `prompt_cache_options`, the default first. They have no effect."""
 
 _rename: Final = renamer(
     {
@@ -141,6 +148,16 @@ def translate_prompt(
     return AgentChat(**_prompt_fields(body, context, items, files, places))
 
 
+def _verify_cache_fields(body: ResponseFields) -> None:
+    options = body.prompt_cache_options or {}
+    values = {f"prompt_cache_options.{name}": options.get(name) for name in CACHE_OPTIONS}
+    allowed: list[Collection[str]] = [*CACHE_OPTIONS.values(), RETENTIONS]
+    values["prompt_cache_retention"] = body.prompt_cache_retention
+    for (name, value), choices in zip(values.items(), allowed, strict=True):
+        if value is not None and value not in choices:
+            raise wrong(name, " or ".join(f'"{choice}"' for choice in choices), value)
+
+
 def _prompt_fields(
     body: ResponseFields,
     context: list[Json],
@@ -152,6 +169,7 @@ def _prompt_fields(
         raise bad_request("input", "is required and must not be empty")
     if body.truncation not in (None, "auto", "disabled"):
         raise wrong("truncation", '"auto" or "disabled"', body.truncation)
+    _verify_cache_fields(body)
     builder = MessageBuilder(files)
     if body.instructions:
         builder.messages.append({"role": "system", "content": body.instructions})

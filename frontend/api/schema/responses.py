@@ -28,6 +28,8 @@ class ResponseFields(CommonFields, kw_only=True):
     truncation: str | None = None
     # Repeated in the answer; the prefixes of all prompts are cached.
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # As in a chat.
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -37,10 +39,7 @@ class ResponseFields(CommonFields, kw_only=True):
     rejected: ClassVar[str] = "prompt"
 
     # Accepted because clients send them; they have no effect.
-    ignored: ClassVar[str] = (
-        "access_programs client_metadata image personality prompt_cache_options "
-        "prompt_cache_retention service_tier"
-    )
+    ignored: ClassVar[str] = "access_programs client_metadata image personality service_tier"
 
 
 class InputTokensRequest(ResponseFields, kw_only=True):

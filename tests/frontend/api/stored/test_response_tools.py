@@ -278,6 +278,8 @@ def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
         ({"include": ["everything"]}, "include[0]", "everything"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "no prompt templates"),
         ({"truncation": "some"}, "truncation", "auto"),
+        ({"prompt_cache_retention": "1w"}, "prompt_cache_retention", "24h"),
+        ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl", "30m"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
         ({"conversation": "a", "previous_response_id": "b"}, "previous_response_id", "combined"),
         ({"background": True, "store": False}, "background", "store"),

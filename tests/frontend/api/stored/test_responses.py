@@ -74,8 +74,14 @@ def test_response_has_items_and_usage(frontend: FrontendProcess, client: openai.
 
 
 def test_response_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
-    extra = {"extra_body": {"enable_response_messages": True}, "max_output_tokens": 2}
-    response = client.responses.create(model=MODEL, input="One two three", **extra)
+    extra: Any = {"extra_body": {"enable_response_messages": True}, "max_output_tokens": 2}
+    cache: Any = {"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h"}
+    response = client.responses.create(model=MODEL, input="One two three", **extra, **cache)
+    assert (response.prompt_cache_options.mode, response.prompt_cache_options.ttl) == (
+        "explicit",
+        "30m",
+    )
+    assert response.prompt_cache_retention == "24h"
     assert response.status == "incomplete" and response.output_text == "One two"
     # vLLM's clients read the prompt and the answer as tokens.
     [[given], [written]] = [response.model_extra[f"{n}_messages"] for n in ("input", "output")]
