@@ -130,8 +130,13 @@ class SentRecord:
             self.add(b"")
 
     def add(self, data: bytes) -> None:
-        """Record bytes that are about to be sent after the head of the response."""
+        """Record bytes that are about to be sent after the head of the response.
+
+        If the client has disconnected before the first ones, they are not recorded.
+        """
         if self._state == _NONE:
+            if self._transport.is_closing():
+                return
             self._base, self._state = self._count_accepted(), _BEGUN
             self._publish()
         if self._note:

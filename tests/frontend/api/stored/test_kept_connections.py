@@ -99,6 +99,29 @@ async def check_record(sizes: list[int], *, is_read: bool, has_ids: bool, num_be
         memory.close()
 
 
+@on_event_loop
+async def test_a_response_to_a_client_that_has_disconnected_is_not_recorded() -> None:
+    loop = asyncio.get_running_loop()
+    memory = SentMemory()
+    slot = memory.take_slot()
+    assert slot is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    copy = socket.socket(fileno=os.dup(accepted.fileno()))
+    accepted.setblocking(False)
+    transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
+    record = SentRecord(memory, slot, transport)
+    transport.abort()
+    # The socket is closed in the next turn of the event loop.
+    await asyncio.sleep(0)
+    record.add_end(b"the end")
+    assert read_sent(memory.fd, slot, copy) is None
+    client.close()
+    copy.close()
+    memory.close()
+
+
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[HeldConnections]:
     held = HeldConnections(str(tmp_path / "connections"))
