@@ -35,7 +35,6 @@ from .source_text import (
     BART_FIELDS,
     SOURCE_TEXT,
     FieldNames,
-    is_t5_encoder,
     joined_fields,
     max_source_tokens,
     renamed_fields,
@@ -77,13 +76,6 @@ _SPEECH_TO_TEXT_SECONDS: Final = 30.0
 _Kernel = Annotated[int, msgspec.Meta(ge=1, le=1023)]
 _Kernels = Annotated[tuple[_Kernel, ...], msgspec.Meta(min_length=1, max_length=8)]
 _MAX_ALIGNMENT_HEADS: Final = 1024
-
-
-def is_encoder_decoder(fields: ConfigFields) -> bool:
-    """Return whether the model has an encoder whose outputs its decoder reads by cross attention."""
-    kind = fields.text("model_type", "")
-    is_alone = is_t5_encoder(fields) or find_foreign_encoder(fields) is not None
-    return kind in _CROSS_ATTENTION | SOURCE_TEXT and not is_alone
 
 
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
