@@ -8,7 +8,7 @@ from types import ModuleType
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http.access import Access, Origins
+from ..http.access import Access, Origins, is_open
 from ..http.middleware import add_middleware
 from ..http.routing import Router
 from ..observability.metrics.load_reports import LoadReports
@@ -70,8 +70,11 @@ class App:
         self._router.add(others.make_routes(self._serving, self._first))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = get_route_path(scope)
+        if scope.get("method") == "POST" and not is_open(path, "POST"):
+            await self._serving.wait_for_start()
         if self._loading is None or not self._loading.done():
-            routes = self._router.find(get_route_path(scope))
+            routes = self._router.find(path)
             if not any(found.route.takes(scope.get("method", "GET")) for found in routes):
                 await self.load_routes()
         await self._edge(scope, receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import time
@@ -13,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive
 
 from ... import __version__
-from ...protocol.config import ANY_MODEL, EngineConfig
+from ...protocol.config import ANY_MODEL, FIRST_EPOCH, EngineConfig
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.grammars.process import GrammarProcesses
 from ...protocol.pooling_params import PoolingKind
@@ -83,6 +84,7 @@ class Serving:
         self._begin_time = time.monotonic()
         self._start_s = 0.0
         self._drain_deadline = 0.0
+        self._has_started = asyncio.Event()
         self.stage = Stage.STARTING
         self.is_retired = False
         self.detail = "waiting for the model"
@@ -146,6 +148,8 @@ class Serving:
         elif stage is Stage.DRAINING:
             self._drain_deadline = now + self.config.frontend.shutdown_timeout_s
         self.stage, self.detail = stage, detail
+        if stage is not Stage.STARTING:
+            self._has_started.set()
 
     @property
     def retry_after_s(self) -> float:
@@ -309,6 +313,11 @@ class Serving:
     def is_open(self) -> bool:
         """True if the server accepts new requests: it is neither starting nor shutting down."""
         return self.stage in (Stage.WARMING, Stage.READY)
+
+    async def wait_for_start(self) -> None:
+        """Wait while a frontend that replaces another one starts. A request to the other one would wait, too."""
+        if self.config.epoch != FIRST_EPOCH:
+            await self._has_started.wait()
 
     def verify_serving(self) -> None:
         """Raise APIError 503 while the server is starting or shutting down, unless it has accepted this request."""

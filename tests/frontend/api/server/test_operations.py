@@ -6,17 +6,15 @@ import concurrent.futures
 import contextlib
 import socket
 import threading
-import time
 
 import httpx
 import openai
 import psutil
 import pytest
 import zmq
-from engine.frontend.api.server import HOLD_BACK_S
-from engine.protocol.config import FIRST_EPOCH, SchedulerConfig
+from engine.protocol.config import SchedulerConfig
 from engine.protocol.heartbeat import HeartbeatReader
-from engine.protocol.messages import AddRequests, ClientHello
+from engine.protocol.messages import AddRequests
 from engine.protocol.supervisor_messages import Stage
 from support.processes.program import wait_until
 from support.servers.frontend_process import ECHO_TEMPLATE, MODEL, FrontendProcess, sse_events
@@ -85,39 +83,6 @@ def test_not_ready_without_a_core() -> None:
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
         assert "starting" in response.json()["error"]["message"]
         assert frontend.stop() == 0
-
-
-def test_a_restarted_frontend_delays_its_not_ready_answer() -> None:
-    with FrontendProcess(with_core=False, epoch=FIRST_EPOCH + 1) as frontend:
-        began = time.monotonic()
-        assert frontend.http.get("/readyz").status_code == 503
-        assert time.monotonic() - began >= HOLD_BACK_S
-        assert frontend.stop() == 0
-
-
-def warm_ups(frontend: FrontendProcess) -> int:
-    return sum(
-        len(message.requests)
-        for message in frontend.core.received
-        if isinstance(message, ClientHello | AddRequests)
-    )
-
-
-def test_the_first_token_is_requested_again_while_the_queue_is_full() -> None:
-    frontend = FrontendProcess()
-    frontend.core.num_refusals = 2
-    with frontend:
-        assert warm_ups(frontend) == 3
-        assert frontend.http.get("/readyz").status_code == 200
-
-
-def test_a_restarted_frontend_becomes_ready_while_the_queue_is_full() -> None:
-    frontend = FrontendProcess(epoch=FIRST_EPOCH + 1)
-    frontend.core.num_refusals = 1000
-    with frontend:
-        assert warm_ups(frontend) == 1
-        assert frontend.http.get("/readyz").status_code == 200
-        assert frontend.post("/v1/completions", prompt=PROMPT).status_code == 503
 
 
 def test_a_ready_frontend_starts_no_more_threads() -> None:
