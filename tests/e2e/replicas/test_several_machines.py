@@ -25,7 +25,7 @@ FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
 REQUEST = {
     "model": "tiny",
     "prompt": [5, 6, 7, 8, 9],
-    "max_tokens": 150,
+    "max_tokens": 450,
     "temperature": 0,
     "ignore_eos": True,
     "return_token_ids": True,
