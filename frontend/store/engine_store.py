@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, Final
 
 import zmq
@@ -39,8 +40,10 @@ class EngineStore:
         self.poller = zmq.Poller()
         self._hub: Hub[ToStore] = Hub(context, config.store_address(), ToStore)
         self.poller.register(self._hub.socket, zmq.POLLIN)
-        self._connections = HeldConnections(config.connections_path())
-        self.poller.register(self._connections.fd, zmq.POLLIN)
+        self._connections: HeldConnections | None = None
+        if sys.platform == "linux":
+            self._connections = HeldConnections(config.connections_path())
+            self.poller.register(self._connections.fd, zmq.POLLIN)
         self._server: StoreServer | None = None
         self._guest: Guest | None = None
         self._lock: FileLock | None = None
@@ -79,7 +82,8 @@ class EngineStore:
 
     def turn(self) -> None:
         """Apply or forward the messages that have arrived."""
-        self._connections.turn()
+        if self._connections is not None:
+            self._connections.turn()
         if self._guest is not None:
             assert self._lock is not None
             if self._lock.try_acquire():
@@ -100,7 +104,8 @@ class EngineStore:
             self._server.close()
         if self._lock is not None:
             self._lock.close()
-        self._connections.close()
+        if self._connections is not None:
+            self._connections.close()
         self._hub.close()
 
     def _serve(self, database: Database) -> None:

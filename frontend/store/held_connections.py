@@ -14,6 +14,8 @@ import contextlib
 import os
 import select
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -24,14 +26,21 @@ from ...protocol.transport import UNREADABLE
 MAX_MESSAGE_BYTES: Final = 160 * 1024
 """Maximum bytes of a message. The head of a request has at most 64 KiB."""
 
+LEFT_S: Final = 120.0
+"""Seconds after which the copies of a frontend that has exited are closed if its successor has not taken them."""
+
 MAX_MESSAGES: Final = 64
 """Maximum number of messages of one frontend that are read before the store does other work."""
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """The first message of a frontend, with a descriptor of the memory in which it records what it sends."""
+    """The first message of a frontend process, with a descriptor of the memory in which it records what it sends.
+
+    A process that connects again sends all its copies again.
+    """
 
     client_index: int
+    pid: int
 
 
 class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
@@ -99,8 +108,9 @@ class _Frontend:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.client_index = -1
+        self.client_index = self.pid = -1
         self.memory = -1
+        self.left_at = 0.0
         self.kept: dict[int, _Copy] = {}
 
     def drop(self, number: int) -> None:
@@ -138,7 +148,10 @@ class HeldConnections:
         self.fd = self._epoll.fileno()
 
     def turn(self) -> None:
-        """Read the messages that have arrived, and reply to them."""
+        """Read the messages that have arrived, and reply to them. Close copies that nobody takes."""
+        if self._left:
+            last = time.monotonic() - LEFT_S
+            self._close_left(lambda left: left.left_at < last)
         for fd, _ in self._epoll.poll(0):
             if fd == self._socket.fileno():
                 self._accept()
@@ -185,7 +198,9 @@ class HeldConnections:
         """Apply a message. Descriptors that remain in `fds` are closed by the caller."""
         match message:
             case Hello() if fds and frontend.memory < 0:
-                frontend.client_index, frontend.memory = message.client_index, fds.pop()
+                frontend.client_index, frontend.pid = message.client_index, message.pid
+                frontend.memory = fds.pop()
+                self._close_left(lambda left: left.pid == message.pid)
             # Without free descriptors, the system delivers the message alone.
             case Keep() if fds and message.number not in frontend.kept:
                 frontend.drop(message.replaces)
@@ -208,9 +223,7 @@ class HeldConnections:
                 fds = [copy.connection, copy.memory]
                 socket.send_fds(connection, [encode(copy.message)], fds)
                 return
-            if not predecessor.kept:
-                predecessor.close()
-                self._left.remove(predecessor)
+        self._close_left(lambda left: not left.kept)
         connection.send(encode(Nothing()))
 
     def _lose(self, frontend: _Frontend) -> None:
@@ -218,6 +231,13 @@ class HeldConnections:
         self._epoll.unregister(frontend.connection.fileno())
         if frontend.kept and frontend.memory >= 0:
             frontend.connection.close()
+            frontend.left_at = time.monotonic()
             self._left.append(frontend)
         else:
             frontend.close()
+
+    def _close_left(self, is_over: Callable[[_Frontend], bool]) -> None:
+        """Close the copies of the frontends that have exited for which `is_over` returns true."""
+        for left in [each for each in self._left if is_over(each)]:
+            left.close()
+            self._left.remove(left)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, NamedTuple
@@ -75,7 +76,7 @@ class _History(NamedTuple):
 class KeptConnections:
     """The connections of this frontend that the store process holds copies of.
 
-    `can_keep` is false on systems without the means, and if requests are not recorded.
+    There are none on other systems than Linux, and if requests are not recorded.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -100,7 +101,9 @@ class KeptConnections:
         holder.setblocking(False)
         try:
             holder.connect(self._path)
-            socket.send_fds(holder, [encode(Hello(self._client_index))], [self._memory.fd])
+            socket.send_fds(
+                holder, [encode(Hello(self._client_index, os.getpid()))], [self._memory.fd]
+            )
         except OSError:
             holder.close()
             self._timer = asyncio.get_running_loop().call_later(RECONNECT_S, self.start)
@@ -167,7 +170,10 @@ class KeptConnections:
                     copy = await asyncio.to_thread(self._take, holder, number)
                     if copy is None:
                         break
-                    taken += await self._continue(*copy, number, adopt)
+                    if await self._continue(*copy, number, adopt):
+                        taken += 1
+                    else:
+                        self._send(Drop(number))
         except (OSError, *UNREADABLE) as error:
             logger.warning("connections of the frontend before this one are lost: %s", error)
         if taken:
@@ -209,9 +215,13 @@ class KeptConnections:
         """Continue the response on a connection, and then close it. Return False if that is not possible."""
         if sent is None or message.num_takes >= MAX_TAKES:
             client.close()
-            self._send(Drop(number))
             return False
-        connection = await adopt(client)
+        try:
+            connection = await adopt(client)
+        except OSError:
+            # The client has disconnected.
+            client.close()
+            return False
         connection.on_lost = lambda: self._send(Drop(number))
         if sent.has_ended:
             connection.transport.write(sent.unsent)

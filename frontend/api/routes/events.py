@@ -14,7 +14,7 @@ from ...http.errors import APIError, bad_request, echo, json_response
 from ...http.routing import Asgi
 from ..bodies.intake import RouteHandlers, reads
 from ..dialects.sglang.operations import abort
-from ..durable.event_positions import HEADER, EventPosition, read_last_event_id
+from ..durable.event_positions import HEADER, POSITION, EventPosition, read_last_event_id
 from ..durable.records import RequestRecord, conversation_key, decode_record
 from ..durable.resumption import find_resumption
 from ..endpoint import Endpoint
@@ -83,11 +83,13 @@ class ConversationStream:
             raise bad_request(
                 "from", f"must be 0, because events are written anew, got {echo(start)}"
             )
-        request_id = await self._serving.store.find_key(owner, key)
-        found = await find_resumption(self._serving, request_id, owner) if request_id else None
-        if found is None:
+        # Another frontend may have begun this response. Then the conversation may already have another request.
+        position: EventPosition | None = scope["state"].get(POSITION)
+        if position is None:
+            position = EventPosition(await self._serving.store.find_key(owner, key))
+        if not position.request_id:
             raise APIError(404, f"The conversation {echo(key[1:])} has no stream")
-        with found:
+        with await find_resumption(self._serving, position.request_id, owner, position) as found:
             endpoint = self._endpoints[found.record.path.removeprefix("/v1")]
             await endpoint.resume(found, Asgi(scope, receive, send))
 

@@ -16,6 +16,7 @@ from engine.frontend.api.durable.sent_bytes import (
     count_accepted,
     read_sent,
 )
+from engine.frontend.store import held_connections
 from engine.frontend.store.held_connections import (
     Drop,
     HeldConnections,
@@ -159,7 +160,7 @@ def test_only_the_successor_of_a_frontend_takes_its_connections(
     frontend, taking = connect(tmp_path), connect(tmp_path)
     kept, client = socket.socketpair()
     dropped, dropped_client = socket.socketpair()
-    socket.send_fds(frontend, [encode(Hello(3))], [memory.fd])
+    socket.send_fds(frontend, [encode(Hello(3, 1))], [memory.fd])
     message = Keep(1, "a", b"GET /", 7)
     socket.send_fds(frontend, [encode(message)], [kept.fileno()])
     socket.send_fds(frontend, [encode(Keep(2, "b", b"GET /", 8))], [dropped.fileno()])
@@ -173,7 +174,7 @@ def test_only_the_successor_of_a_frontend_takes_its_connections(
     # A second successor takes it if the first one crashes before it has sent its own copy.
     for number in (5, 6):
         successor = connect(tmp_path)
-        socket.send_fds(successor, [encode(Hello(3))], [memory.fd])
+        socket.send_fds(successor, [encode(Hello(3, number))], [memory.fd])
         turn(holder)
         assert take(holder, taking, 2, number) == Nothing()
         assert take(holder, taking, 3, number) == message
@@ -187,6 +188,43 @@ def test_only_the_successor_of_a_frontend_takes_its_connections(
     socket.send_fds(successor, [encode(Keep(7, "a", b"GET /", 9, 1, replaces=6))], [again.fileno()])
     turn(holder)
     assert client.recv(10) == b"", "the holder still has the first copy"
+    memory.close()
+
+
+def test_a_frontend_that_connects_again_replaces_its_copies(
+    holder: HeldConnections, tmp_path: Path
+) -> None:
+    memory = SentMemory()
+    kept, client = socket.socketpair()
+    for number in (1, 2):
+        frontend = connect(tmp_path)
+        socket.send_fds(frontend, [encode(Hello(0, 77))], [memory.fd])
+        socket.send_fds(frontend, [encode(Keep(number, "a", b"GET /", 7))], [kept.fileno()])
+        turn(holder)
+        if number == 1:
+            frontend.close()
+            turn(holder)
+    kept.close()
+    frontend.send(encode(Drop(2)))
+    turn(holder)
+    assert client.recv(1) == b"", "the first copy is still open"
+    memory.close()
+
+
+def test_copies_that_nobody_takes_are_closed(
+    holder: HeldConnections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_connections, "LEFT_S", 0.0)
+    memory = SentMemory()
+    frontend = connect(tmp_path)
+    kept, client = socket.socketpair()
+    socket.send_fds(frontend, [encode(Hello(0, 1))], [memory.fd])
+    socket.send_fds(frontend, [encode(Keep(1, "a", b"GET /", 7))], [kept.fileno()])
+    kept.close()
+    turn(holder)
+    frontend.close()
+    turn(holder)
+    assert client.recv(1) == b""
     memory.close()
 
 
