@@ -62,7 +62,7 @@ Adopt = Callable[[socket.socket], Awaitable[Connection]]
 
 
 class _History(NamedTuple):
-    """What earlier frontends did with a connection.
+    """The earlier part of a response that this frontend continues.
 
     `num_takes` frontends have taken it over, this one under `number`. The client has all events up to `last_event_id`;
     "" if the response has not begun.

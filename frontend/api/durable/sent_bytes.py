@@ -189,7 +189,7 @@ class SentRecord:
 
 
 class SentResponse(NamedTuple):
-    """What a frontend that has crashed has sent of a response.
+    """The part of a response that a frontend sent before it crashed.
 
     Attributes:
         has_begun: True if the client has the head of the response.
@@ -205,7 +205,7 @@ class SentResponse(NamedTuple):
 
 
 def read_sent(memory_fd: int, slot: int, connection: socket.socket) -> SentResponse | None:
-    """Return what was sent of a response, from the memory of its frontend; None if the record does not say it.
+    """Return the part of a response that was sent, from the memory of its frontend; None if the record does not say it.
 
     Raises:
         OSError: The memory cannot be read, or the connection has ended.
