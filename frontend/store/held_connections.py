@@ -33,6 +33,10 @@ MAX_MESSAGES: Final = 64
 """Maximum number of messages of one frontend that are read before the store does other work."""
 
 
+MAX_READS: Final = 64
+"""Maximum number of times that so many messages of a frontend that has exited are read."""
+
+
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     """The first message of a frontend process, with a descriptor of the memory in which it records what it sends.
 
@@ -70,12 +74,12 @@ class Drop(msgspec.Struct, tag="drop", array_like=True, frozen=True):
 
 
 class Take(msgspec.Struct, tag="take", array_like=True, frozen=True):
-    """Ask for one copy of earlier processes of a frontend, which drops it by `number`.
+    """Ask for one copy of the earlier processes of the frontend `pid`, which drops it by `number`.
 
     The reply is `Keep`, with the descriptors of the connection and of the memory, or `Nothing`.
     """
 
-    client_index: int
+    pid: int
     number: int
 
 
@@ -155,7 +159,7 @@ class HeldConnections:
         for fd, _ in self._epoll.poll(0):
             if fd == self._socket.fileno():
                 self._accept()
-            elif not self._read(self._frontends[fd]):
+            elif (frontend := self._frontends.get(fd)) is not None and not self._read(frontend):
                 self._lose(self._frontends.pop(fd))
 
     def close(self) -> None:
@@ -198,9 +202,9 @@ class HeldConnections:
         """Apply a message. Descriptors that remain in `fds` are closed by the caller."""
         match message:
             case Hello() if fds and frontend.memory < 0:
-                frontend.client_index, frontend.pid = message.client_index, message.pid
                 frontend.memory = fds.pop()
-                self._close_left(lambda left: left.pid == message.pid)
+                self._replace(message)
+                frontend.client_index, frontend.pid = message.client_index, message.pid
             # Without free descriptors, the system delivers the message alone.
             case Keep() if fds and message.number not in frontend.kept:
                 frontend.drop(message.replaces)
@@ -210,20 +214,32 @@ class HeldConnections:
             case Take():
                 self._give(frontend.connection, message)
 
+    def _replace(self, hello: Hello) -> None:
+        """End the connections of earlier processes of a frontend, and close the copies that this one sends again."""
+        for fd, earlier in list(self._frontends.items()):
+            if earlier.client_index == hello.client_index:
+                # Its last messages may not have been read yet.
+                for _ in range(MAX_READS):
+                    if not self._read(earlier):
+                        break
+                self._lose(self._frontends.pop(fd))
+        self._close_left(lambda left: left.pid == hello.pid)
+
     def _give(self, connection: socket.socket, call: Take) -> None:
         """Send a copy of an earlier process of a frontend to its successor."""
         live = self._frontends.values()
-        successor = next((each for each in live if each.client_index == call.client_index), None)
-        for predecessor in [each for each in self._left if each.client_index == call.client_index]:
-            if successor is not None and predecessor.kept:
-                copy = predecessor.kept.popitem()[1]
-                if copy.memory < 0:
-                    copy.memory = os.dup(predecessor.memory)
-                successor.kept[call.number] = copy
-                fds = [copy.connection, copy.memory]
-                socket.send_fds(connection, [encode(copy.message)], fds)
-                return
-        self._close_left(lambda left: not left.kept)
+        successor = next((each for each in live if each.pid == call.pid), None)
+        if successor is not None:
+            self._close_left(lambda left: not left.kept)
+            for predecessor in self._left:
+                if predecessor.client_index == successor.client_index:
+                    copy = predecessor.kept.popitem()[1]
+                    if copy.memory < 0:
+                        copy.memory = os.dup(predecessor.memory)
+                    successor.kept[call.number] = copy
+                    fds = [copy.connection, copy.memory]
+                    socket.send_fds(connection, [encode(copy.message)], fds)
+                    return
         connection.send(encode(Nothing()))
 
     def _lose(self, frontend: _Frontend) -> None:

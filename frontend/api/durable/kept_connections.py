@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -22,16 +23,7 @@ from ....protocol.transport import UNREADABLE
 from ...http.connection import Connection
 from ...http.continued_response import ResponseRecord
 from ...http.routing import Asgi
-from ...store.held_connections import (
-    MAX_MESSAGE_BYTES,
-    Drop,
-    Hello,
-    Keep,
-    Nothing,
-    Take,
-    decode,
-    encode,
-)
+from ...store.held_connections import MAX_MESSAGE_BYTES, Drop, Hello, Keep, Take, decode, encode
 from .event_positions import POSITION, EventPosition, parse_event_id
 from .sent_bytes import SentMemory, SentRecord, SentResponse, read_sent
 
@@ -176,6 +168,8 @@ class KeptConnections:
                         self._send(Drop(number))
         except (OSError, *UNREADABLE) as error:
             logger.warning("connections of the frontend before this one are lost: %s", error)
+            # The store closes the copies that this frontend has taken but does not send.
+            self._reconnect()
         if taken:
             logger.info("continuing %s of the frontend before this one", counted(taken, "response"))
 
@@ -186,14 +180,20 @@ class KeptConnections:
     def _take(
         self, holder: socket.socket, number: int
     ) -> tuple[Keep, socket.socket, SentResponse | None] | None:
-        """Return the next connection, and what was sent on it; None if there is none."""
-        holder.send(encode(Take(self._client_index, number)))
+        """Return the next connection, and the part of its response that was sent; None if there is none.
+
+        Raises:
+            OSError: The store does not answer, or this process has no free descriptor.
+        """
+        holder.send(encode(Take(os.getpid(), number)))
         data, fds, _, _ = socket.recv_fds(holder, MAX_MESSAGE_BYTES, 2)
         message = decode(data)
-        if isinstance(message, Nothing) or not isinstance(message, Keep) or len(fds) != 2:
-            for fd in fds:
-                socket.close(fd)
+        if not isinstance(message, Keep):
             return None
+        if len(fds) != 2:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         client = socket.socket(fileno=fds[0])
         client.setblocking(False)
         try:
@@ -201,7 +201,7 @@ class KeptConnections:
         except OSError:
             sent = None
         finally:
-            socket.close(fds[1])
+            os.close(fds[1])
         return message, client, sent
 
     async def _continue(
