@@ -4,12 +4,14 @@ A serving engine listens on a Unix socket in its run directory. Whoever connects
 `ServedEngine`, together with the descriptors of the listening socket and of standard error. The successor answers with
 the line `take` to ask the engine to stop accepting connections. The engine then finishes its requests and exits, which
 closes the connection. If a successor closes the connection before it has sent `take`, the engine continues to serve.
-After a crash of the supervisor, the successor connects to the one that replaces it.
+After a crash of the supervisor, the successor connects to the one that replaces it. Only one successor at a time may
+prepare: it holds the lock of a file in the run directory of the engine, with its process ID in that file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -25,10 +27,15 @@ from .run_dir import is_in_use, run_directories
 
 SOCKET_NAME: Final = "handover"
 
+SUCCESSOR_FILE: Final = "successor"
+"""The file that a successor locks until it has exited, in the run directory of the engine that it replaces."""
+
 TAKE: Final = b"take\n"
 
 MAX_GREETING_BYTES: Final = 1 << 20
 """Maximum bytes of a greeting. Linux limits the arguments of a process to a few megabytes."""
+
+MAX_PID_BYTES: Final = 20
 
 GREETING_S: Final = 5.0
 """Maximum seconds that an engine takes to send its greeting. Its supervisor never blocks for longer."""
@@ -153,6 +160,28 @@ class Predecessor:
         """Return whether the engine runs. If its supervisor has exited, another one may take its place."""
         return is_in_use(self._directory)
 
+    def reserve(self) -> None:
+        """Let no other process be a successor of this engine, until this process exits.
+
+        Raises:
+            HandoverFailed: Another process is one already.
+        """
+        # Children do not inherit this kind of lock, so none of them keeps it.
+        file = os.open(
+            self._directory / SUCCESSOR_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            other = os.pread(file, MAX_PID_BYTES, 0).decode()
+            os.close(file)
+            raise HandoverFailed(
+                f"another engine upgrade (process {other or 'unknown'}) is about to replace the server at "
+                f"{self.engine.url}; wait until it is ready, or stop it"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
+
     def take(self) -> bool:
         """Ask the engine to stop accepting connections, and to exit when its requests have ended.
 
@@ -212,8 +241,10 @@ def _connect(
 def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> Predecessor:
     """Return this user's running engine with process ID `pid` and with a URL that ends with `url_end`.
 
+    No other process can be its successor from now on, until this process exits.
+
     Raises:
-        HandoverFailed: There is no such engine, or more than one.
+        HandoverFailed: There is no such engine, or more than one, or another process is about to replace it.
     """
     found: list[Predecessor] = []
     for each in _running_engines():
@@ -223,6 +254,7 @@ def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> P
         else:
             each.close()
     if len(found) == 1:
+        found[0].reserve()
         return found[0]
     shown = ", ".join(f"{each.engine.url} (--pid {each.engine.pid})" for each in found)
     for each in found:

@@ -85,6 +85,11 @@ def test_streams_and_connections_outlive_an_upgrade(
         with Upgrade("--served-model-name", "newer", env=run_env) as new:
             with Requests(old.url) as requests:
                 new.wait_for("in place of")
+                new.process.send_signal(signal.SIGSTOP)
+                with Upgrade(env=run_env) as other:
+                    assert other.wait() == 1
+                    assert f"another engine upgrade (process {new.process.pid})" in other.log
+                new.process.send_signal(signal.SIGCONT)
                 # The supervisor that replaces this one hands the socket over.
                 old.child("supervisor").kill()
                 new.wait_for("ready at")
