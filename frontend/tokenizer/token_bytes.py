@@ -36,6 +36,17 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def _replaced_bytes(replacements: list[tuple[str, str]], token: str) -> bytes:
+    """Return the bytes of a token in a byte-level vocabulary after replacements."""
+    return byte_level_bytes(_replaced(token, replacements))
+
+
+def _replaced(token: str, replacements: list[tuple[str, str]]) -> str:
+    for pattern, content in replacements:
+        token = token.replace(pattern, content)
+    return token
+
+
 def _word_piece_bytes(prefix: str, token: str) -> bytes:
     """Return the bytes of a word piece. A piece that starts with `prefix` continues the word before it."""
     if token.startswith(prefix):
@@ -64,6 +75,9 @@ def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
     byte_fallback = strips = fused = False
     for step in _steps(decoder):
         match step:
+            case {"type": "ByteLevel"} if replacements:
+                to_bytes = partial(_replaced_bytes, replacements)
+                return Decoding(to_bytes, strips_leading_space=False)
             case {"type": "ByteLevel"}:
                 return Decoding(byte_level_bytes, strips_leading_space=False)
             case {"type": "WordPiece", "prefix": str(prefix)}:
@@ -82,14 +96,12 @@ def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
             case _:
                 raise ValueError(f"a token decoder of type {step.get('type')!r} is not supported")
 
-    def to_bytes(token: str) -> bytes:
+    def piece_bytes(token: str) -> bytes:
         if byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
-        for pattern, content in replacements:
-            token = token.replace(pattern, content)
-        return token.encode()
+        return _replaced(token, replacements).encode()
 
-    return Decoding(to_bytes, strips)
+    return Decoding(piece_bytes, strips)
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:

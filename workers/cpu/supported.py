@@ -59,6 +59,12 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "bottlenecks of layers": spec.bottleneck is not None,
         "layer norms within attention and MLPs": spec.has_inner_norms and spec.norm_kind == "layer",
         "embeddings of n-grams of tokens": spec.num_earlier_tokens > 0,
+        "rotations by sums of sines and cosines": any(
+            layer.rope is not None and layer.rope.fourier is not None for layer in spec.layers
+        ),
+        "experts of which each group gives some": any(
+            layer.experts is not None and layer.experts.divides_choice for layer in spec.layers
+        ),
         "biases of keys": spec.has_key_biases,
         "differential attention": any(layer.difference is not None for layer in spec.layers),
         "convolutions beside attention": spec.num_span_taps > 0,

@@ -179,7 +179,7 @@ class TritonKernels(LayerKernels):
 
     def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
         """Return the cosines and sines for these positions."""
-        return rotary_tables(rope, positions)
+        return rope.tables(positions) if rope.mix is not None else rotary_tables(rope, positions)
 
 
 class _Norm(RMSNorm):

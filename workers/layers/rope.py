@@ -3,12 +3,13 @@
 Frequencies that depend on sequence length are computed once, for the longest sequence that will be served. A request's
 results therefore never depend on other requests.
 
-Shapes: T tokens, H heads, K head dimension, R rotated dimensions (the first R of K).
+Shapes: T tokens, H heads, K head dimension, R rotated dimensions (the first R of K), P heads with own angles, or 1.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -33,6 +34,17 @@ class RopeScaling(Protocol):
 TIME_AXIS, ROW_AXIS, COLUMN_AXIS, INDEX_AXIS = range(4)
 
 
+class FourierSpec(msgspec.Struct, frozen=True):
+    """Sines and cosines that are stored sums of those of all frequencies (FoPE, arXiv 2412.17739).
+
+    The first `num_frequencies` are summed; the sines and cosines of the others are 1. If `has_heads`, each key/value
+    head has its own sums, which its queries share.
+    """
+
+    num_frequencies: int
+    has_heads: bool
+
+
 class RopeSpec(msgspec.Struct, frozen=True):
     """A rotation of the first `rotary_dim` dimensions of each head with base `theta`.
 
@@ -44,6 +56,8 @@ class RopeSpec(msgspec.Struct, frozen=True):
 
     Frequency i is `theta` to the power of -2i / `divisor`, or -2i / `rotary_dim` if it is None. If a config asks for an
     odd number of dimensions, transformers rotates one more with the frequencies of the odd number.
+
+    If `fourier` is given, angles are not those of one frequency each.
     """
 
     theta: float
@@ -52,6 +66,7 @@ class RopeSpec(msgspec.Struct, frozen=True):
     axes: tuple[int, ...] = ()
     has_factors: bool = False
     divisor: int | None = None
+    fourier: FourierSpec | None = None
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[Frequencies, float]:
         """Return float32 inverse frequencies [R/2] and the factor on cos and sin."""
@@ -193,19 +208,24 @@ class QueryScaling(msgspec.Struct, frozen=True):
 
 
 class RotaryTables(NamedTuple):
-    """The cosines and sines of one step's positions, [T, 1, R] in the model's dtype.
+    """The cosines and sines of one step's positions, [T, P, R] in the model's dtype; P is 1 unless heads have own ones.
 
     The first half of `sin_T1R` is negated, so that a rotation only needs a roll, without negating half of the elements.
     """
 
-    cos_T1R: Tensor
-    sin_T1R: Tensor
+    cos_TPR: Tensor
+    sin_TPR: Tensor
+
+
+Mixer: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function from the cosines and sines of frequencies, [T, 1, R/2] each, to those of heads, [T, P, R/2]."""
 
 
 class RotaryEmbedding:
     """Computes the rotary tables of each step for one `RopeSpec`.
 
-    `log_factors` are the stored numbers of a rope that `has_factors`, float32 [R/2].
+    `log_factors` are the stored numbers of a rope that `has_factors`, float32 [R/2]. `mix` makes the sums of one that
+    has `fourier`.
     """
 
     def __init__(
@@ -216,11 +236,13 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
         log_factors: Tensor | None = None,
+        mix: Mixer | None = None,
     ) -> None:
         inv_freq, self.attention_factor = rope.inverse_frequencies(max_model_len)
         self.inv_freq = torch.from_numpy(inv_freq).to(device)
         if log_factors is not None:
             self.inv_freq = self.inv_freq * log_factors.exp()
+        self.mix = mix
         self.axes: Tensor | None = None
         if rope.axes:
             self.axes = torch.tensor(rope.axes, dtype=torch.int32, device=device)
@@ -237,6 +259,8 @@ class RotaryEmbedding:
             assert self.axes is not None
             angles = (positions.float()[:, self.axes] * self.inv_freq).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
+        if self.mix is not None:
+            cos, sin = self.mix(cos, sin)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor

@@ -94,6 +94,7 @@ _STACKINGS = {
     **dict.fromkeys(
         ("gpt_oss", "gpt_oss_puzzle"), _Stacking(is_transposed=True, is_interleaved=True)
     ),
+    "interns1_pro": _Stacking(is_transposed=True),
     "iquest_q1": _Stacking(
         names=(
             (r"\.experts\.fc$", ".experts.gate_up_proj"),
@@ -144,7 +145,7 @@ class HFCheckpoint(Checkpoint):
         model_type, text = str(config.get("model_type")), text_section(config) or config
         kinds = (model_type, str(text.get("model_type")))
         stacking = next((_STACKINGS[kind] for kind in kinds if kind in _STACKINGS), _Stacking())
-        if model_type.startswith("qwen3_vl_moe"):
+        if model_type.startswith(("interns1_pro", "qwen3_vl_moe")):
             stacking = replace(stacking, hidden_size=text.integer("hidden_size"))
         if model_type == "dbrx":
             experts = config.required_section("ffn_config")

@@ -50,6 +50,7 @@ class Attention:
         self._head_dim, self._output_dim = spec.head_dim, spec.output_dim
         self._query_scaling = layer.query_scaling
         self._rotates_before_norm = spec.rotates_before_norm
+        self._rotates_heads = layer.rope is not None and layer.rope.fourier is not None
         self._is_gated = spec.gates_attention
         self._clip = spec.qkv_clip
         self._norms_heads, self._norm_eps = spec.norms_heads, spec.norm_eps
@@ -180,10 +181,12 @@ class Attention:
         if self._query_scaling is not None:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
         sinks = None
-        if self._sink_keys is not None:
+        if self._sink_keys is not None or self._rotates_heads:
+            # The kernels rotate all heads by the same angles, and return no rotated queries for sinks.
             qk_THK = qk_THK if head_norm is None else head_norm(qk_THK)
             qk_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
             head_norm = tables = None
+        if self._sink_keys is not None:
             sinks = self._sink_keys.of_queries(qk_THK[:, :num_heads])
             v_TGK, layer = sinks.marked(v_TGK), replace(layer, sinks_TH=sinks.scores_TH)
         if self._stores:

@@ -57,6 +57,7 @@ from .layer_source import LayerSource
 from .layer_step import LayerStep
 from .lora.adapters import LoraAdapters
 from .norms import added, read_norm
+from .positions.fourier import FourierSums
 from .score_head import ScoreHead
 from .shared_blocks.block import Block
 from .shared_blocks.layer import SharedBlockLayer
@@ -175,6 +176,7 @@ class Decoder(TorchDecoder):
                 log_factors=weights.read_vector("rotary_emb.alpha", rope.rotary_dim // 2)
                 if rope.has_factors
                 else None,
+                mix=FourierSums(spec, rope, shard, weights, kernels) if rope.fourier else None,
             )
             for rope in {layer.rope for layer in layers if layer.rope is not None}
         }

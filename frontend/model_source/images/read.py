@@ -303,6 +303,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "inkling2": pad_whole,
     "inkling2_loop": pad_whole,
     "interns1": canvas,
+    "interns1_pro": resize,
     "isaac": resize_scaled,
     "internvl": canvas,
     "internvl_chat": described_canvas,

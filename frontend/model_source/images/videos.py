@@ -79,6 +79,7 @@ _FAMILIES: Final = {
     "glm46v": _GLM46,
     "glm_ocr": _GLM46,
     "hy_v4_vl": _HY4,
+    "interns1_pro": _QWEN3,
     "lfm3_vl": _LFM3,
     "llavaonevision1_5": _QWEN,
     "qwen2_vl": _QWEN,

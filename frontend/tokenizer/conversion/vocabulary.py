@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ _ROBERTA: Final = {
     "mask": "<mask>",
 }
 _QWEN2: Final = {"eos": "<|endoftext|>", "pad": "<|endoftext|>"}
+_INTERN: Final = dict(_QWEN2)
 _BERT: Final = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 _DEBERTA: Final = _BERT | {"bos": "[CLS]", "eos": "[SEP]"}
 _ESM: Final = {"unk": "<unk>", "pad": "<pad>", "cls": "<cls>", "mask": "<mask>", "eos": "<eos>"}
@@ -39,6 +42,7 @@ _NAMED: Final = {
     "ElectraTokenizer": _BERT,
     "EsmTokenizer": _ESM,
     "GPT2Tokenizer": _GPT2,
+    "InternS1Tokenizer": _INTERN,
     "MobileBertTokenizer": _BERT,
     "Qwen2Tokenizer": _QWEN2,
     "RobertaTokenizer": _ROBERTA,
@@ -47,6 +51,11 @@ _NAMED: Final = {
 
 _IN_TEXT: Final = (_BERT, _ESM)
 """The named tokens of the classes whose vocabulary is `vocab.txt`."""
+
+_FORMULA: Final = re.compile(r"<\|(SMILES|PROT|XNA)_(.+)\|>", re.DOTALL)
+"""Matches a token of formulas in the vocabulary of Intern-S1, and its text."""
+_FORMULA_MARKS: Final = {"SMILES": "\ue000", "PROT": "\ue001", "XNA": "\ue002"}
+"""Characters that no text has, which tell tokens of formulas from those of texts; the decoder removes them."""
 
 _CLASSES: Final = {
     "bart": "BartTokenizer",
@@ -96,7 +105,7 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
         )
     named = settings.named(**_NAMED[kind])
     try:
-        tokens = _read_tokens(path)
+        tokens = _read_tokens(path, settings.added if _NAMED[kind] is _INTERN else {})
         merges = [] if _NAMED[kind] in _IN_TEXT else _read_merges(directory / _MERGES)
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"not a vocabulary: {error}") from error
@@ -113,7 +122,7 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
         if token in special or id_ in settings.added or are_all_added
     ]
     missing = next((token for token in named.values() if token not in tokens), None)
-    if missing is not None and _NAMED[kind] not in (_GPT2, _QWEN2):
+    if missing is not None and _NAMED[kind] not in (_GPT2, _QWEN2, _INTERN):
         raise CheckpointError(path, f"there is no token {missing!r}")
     tokenizer = {
         **HEAD,
@@ -124,11 +133,12 @@ def convert_vocabulary(directory: Path) -> dict[str, dict[str, Any]]:
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings.content(named)}
 
 
-def _read_tokens(path: Path) -> list[str]:
-    """Return the tokens of a vocabulary in the order of their ids."""
+def _read_tokens(path: Path, added: Mapping[int, str]) -> list[str]:
+    """Return the tokens of a vocabulary in the order of their ids, among which are those that are `added`."""
     if path.name == _WORD_PIECES:
         return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     ids = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+    ids |= {token: id_ for id_, token in added.items()}
     tokens = sorted(ids, key=ids.__getitem__)
     if [ids[token] for token in tokens] != list(range(len(tokens))):
         raise ValueError("the ids of its tokens are not consecutive")
@@ -156,8 +166,21 @@ def _parts(kind: str, tokens: list[str], merges: list[str], settings: Settings) 
             "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": unknown},
         }
     settings.fields.require("add_prefix_space", False)
+    if _NAMED[kind] is _INTERN:
+        tokens = [_FORMULA.sub(_marked_formula, token) for token in tokens]
+        parts = byte_level(PRE_TOKENIZERS["qwen2"].patterns, bpe(tokens, merges))
+        steps = [
+            {"type": "Replace", "pattern": {"String": mark}, "content": ""}
+            for mark in _FORMULA_MARKS.values()
+        ]
+        return parts | {"decoder": {"type": "Sequence", "decoders": [*steps, parts["decoder"]]}}
     scheme = PRE_TOKENIZERS["qwen2" if _NAMED[kind] is _QWEN2 else "gpt-2"]
     return byte_level(scheme.patterns, bpe(tokens, merges), nfc=_NAMED[kind] is _QWEN2)
+
+
+def _marked_formula(match: re.Match[str]) -> str:
+    # SentencePiece writes a space as U+2581, and a vocabulary of bytes as U+0120.
+    return _FORMULA_MARKS[match[1]] + match[2].replace("\u2581", "\u0120")
 
 
 def _post_processor(

@@ -358,6 +358,11 @@ def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     return qwen3_vl(fields, without, output_size)
 
 
+def interns1_pro(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Intern-S1 Pro: Qwen3.5's, for a decoder whose positions have one coordinate."""
+    return replace(qwen3_5(fields, vision, output_size), has_axes=False)
+
+
 def ling3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
     """Return the tower of Ling 3, which is Qwen3-VL's without DeepStack and with a narrower projection."""
     vision.require("deepstack_visual_indexes", [], default=[])

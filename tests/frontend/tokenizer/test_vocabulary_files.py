@@ -71,6 +71,28 @@ def test_vocabularies_give_the_tokens_of_transformers(
     assert tokenizer.chat_templates == {"default": "{{ messages }}"}
 
 
+def test_intern_s1_writes_formulas_with_tokens_of_their_own(tmp_path: Path) -> None:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator([TEXT], vocab_size=300, min_frequency=1, show_progress=False)
+    trained.save_model(str(tmp_path))
+    ids = json.loads((tmp_path / "vocab.json").read_text())
+    first = len(ids)
+    tags = {first: "<|endoftext|>", first + 1: "<SMILES>", first + 2: "</SMILES>"}
+    formulas = ["<|SMILES_=CC|>", "<|PROT_=CC|>", "<|XNA_\u2581GA|>", "<|SMILES_||>"]
+    ids |= {text: first + 3 + i for i, text in enumerate(formulas)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    settings = {
+        "tokenizer_class": "InternS1Tokenizer",
+        "added_tokens_decoder": {str(i): {"content": text} for i, text in tags.items()},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(range(first + 1, first + 7)) == "<SMILES></SMILES>=CC=CC GA|"
+    ids_of_text = tokenizer.encode(f"{TEXT} =CC<SMILES>")
+    assert max(ids_of_text[:-1]) < first and ids_of_text[-1] == first + 1
+    assert tokenizer.decode(ids_of_text) == f"{TEXT} =CC<SMILES>"
+
+
 def test_the_tokens_of_esm_are_recognized_anywhere(tmp_path: Path) -> None:
     tokens = ["<cls>", "<pad>", "<eos>", "<unk>", "M", "K", "A", "-", "<null_1>", "<mask>"]
     (tmp_path / "vocab.txt").write_text("\n".join(tokens))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.families.indexers import HY4
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
+from support.own_code.interns1_pro import become_interns1_pro
 
 IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe", "cosmos3_edge")
 """Models that read no videos."""
@@ -33,6 +34,7 @@ QWEN_MODELS = (
     "lfm3_vl",
     "qwen4_exp",
     "hy_v4_vl",
+    "interns1_pro",
 )
 GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -101,6 +103,7 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
     },
 }
+_VISION_BY_FAMILY["interns1_pro"] = _VISION_BY_FAMILY["qwen3_vl"] | {"deepstack_visual_indexes": []}
 _VISION_BY_FAMILY["cohere_compass"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["cosmos3_omni"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["cosmos3_edge"] = {
@@ -147,6 +150,7 @@ _VISION_BY_FAMILY["lfm3_vl"] = {
 _VISION_BY_FAMILY["hy_v4_vl"] = _VISION_BY_FAMILY["hunyuan_vl"] | {"out_hidden_size": 64}
 _VISION_BY_FAMILY["qwen4_exp"] = _VISION_BY_FAMILY["qwen3_5"]
 _NAMES = {
+    "interns1_pro": "Qwen3VLMoe",
     "qwen4_exp": "Qwen4Exp",
     "hy_v4_vl": "HYV4VL",
     "lfm3_vl": "Lfm3Vl",
@@ -207,7 +211,7 @@ def qwen_directory(
         kinds = ["sliding_attention", "full_attention"]
         text |= {"layer_types": kinds * 2, "sliding_window": 9, "logit_scale": 0.5}
         text["rope_parameters"] = {"sliding_attention": rope, "full_attention": None}
-    if kind.endswith("_moe"):
+    if kind.endswith("_moe") or kind == "interns1_pro":
         text |= _MIXTURE
     if kind == "lfm3_vl":
         text |= {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
@@ -274,6 +278,8 @@ def qwen_directory(
     model.save_pretrained(directory)
     if kind == "cosmos3_omni":
         _split_parts(directory)
+    if kind == "interns1_pro":
+        become_interns1_pro(directory, model)
     tokenizer.save_pretrained(directory)
     processor = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -174,7 +174,7 @@ def supports_choice(spec: ExpertsSpec) -> bool:
     is_special = (
         *(spec.num_always, spec.has_expert_scales, spec.has_stored_scale, spec.logit_softcap),
         *(spec.is_hashed, spec.second_tokens, spec.adjugate_group, spec.block_size),
-        spec.capacity,
+        *(spec.capacity, spec.divides_choice),
     )
     return (
         not any(is_special)

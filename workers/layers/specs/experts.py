@@ -73,6 +73,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     num_groups_per_token: int = 1
     group_score: Literal["best", "best two"] = "best"
     """The score of a group: that of its best expert, or the sum of its best two."""
+    divides_choice: bool = False
+    """True if equally many experts of each group are chosen instead, the best of it."""
     block_size: int = 0
     """The number of tokens of a block that share their experts, in a block-diffusion model; 0 if none do."""
     num_experts_per_block: int = 0

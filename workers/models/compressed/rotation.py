@@ -10,9 +10,9 @@ from ...layers.rope import RotaryTables
 
 def rotate_last(x_THK: Tensor, tables: RotaryTables, *, is_back: bool = False) -> Tensor:
     """Rotate the last elements of each head by the angles in `tables`, or by the negative angles."""
-    rotary_dim = tables.cos_T1R.shape[-1]
+    rotary_dim = tables.cos_TPR.shape[-1]
     half = rotary_dim // 2
-    cos, sin = tables.cos_T1R[..., :half].float(), tables.sin_T1R[..., half:].float()
+    cos, sin = tables.cos_TPR[..., :half].float(), tables.sin_TPR[..., half:].float()
     if is_back:
         sin = -sin
     plain_THP, x_THR = x_THK.split((x_THK.shape[-1] - rotary_dim, rotary_dim), -1)

@@ -126,7 +126,9 @@ class Router:
         if self._correction_ME is not None:
             row = 0 if mixture_T is None else mixture_T
             choice_TE = choice_TE + self._correction_ME[row]
-        if spec.num_groups > 1:
+        if spec.divides_choice:
+            choice_TE = self._best_of_groups(choice_TE)
+        elif spec.num_groups > 1:
             choice_TE = self._within_best_groups(choice_TE)
         if spec.block_size:
             choice_TE = self._within_blocks(choice_TE)
@@ -195,6 +197,14 @@ class Router:
         best = group_scores.topk(spec.num_groups_per_token, -1).indices
         is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
         return groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _best_of_groups(self, choice_TE: Tensor) -> Tensor:
+        """Return the scores, with minus infinity for experts that are not among the best of their groups."""
+        spec = self._spec
+        groups = choice_TE.unflatten(-1, (spec.num_groups, -1))
+        best = groups.topk(spec.num_experts_per_token // spec.num_groups, -1).indices
+        is_worse = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, best, False)
+        return groups.masked_fill(is_worse, -torch.inf).flatten(-2)
 
     def _within_blocks(self, choice_TE: Tensor) -> Tensor:
         """Return the scores, with minus infinity for experts that are not among the best of the token's block."""

@@ -71,6 +71,7 @@ _MODULES: Final = (
     "with_images.dots3",
     "with_images.ernie",
     "with_images.git",
+    "with_images.intern",
     "with_images.minicpm",
     "with_images.mistral",
     "with_images.mllama",
