@@ -65,6 +65,10 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts of which each group gives some": any(
             layer.experts is not None and layer.experts.divides_choice for layer in spec.layers
         ),
+        "experts that layers share": any(
+            layer.experts is not None and layer.experts.bank is not None for layer in spec.layers
+        ),
+        "factors of blocks' outputs": spec.has_output_factors,
         "biases of keys": spec.has_key_biases,
         "differential attention": any(layer.difference is not None for layer in spec.layers),
         "convolutions beside attention": spec.num_span_taps > 0,

@@ -337,6 +337,8 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
     """True if each element of embeddings, streams and blocks' outputs has a stored bias and factor."""
     has_stream_factors: bool = False
     """True if each element of a stream has a stored factor before a block's output is added."""
+    has_output_factors: bool = False
+    """True if each element of a block's output is multiplied by 1 plus a stored number."""
     interpolates_blocks: bool = False
     """True if the stream x, normed, becomes (1 - a) * x + a * output after a block (nGPT, arXiv 2410.01131).
 

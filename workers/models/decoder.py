@@ -31,6 +31,7 @@ from ..layers.specs.experts import passed_size
 from ..loaders.checkpoint import Checkpoint
 from .cross_attention import QueryRecorder
 from .decoder_layer import DecoderLayer
+from .experts.banks import share_experts
 from .experts.router_mlp import RouterState
 from .layer_kinds.altup import AltUpLayer, Streams
 from .layer_kinds.attention_residuals import AttentionResidualLayer, ConvolvedResidualLayer
@@ -69,7 +70,7 @@ from .stage.layer_inputs import read_layer_inputs
 from .stage.passed_state import PassedState
 from .stage.self_conditioning import SelfConditioning
 from .torch_decoder import TorchDecoder
-from .weights import ProgressCallback, WeightReader, weight_reader
+from .weights import ProgressCallback, weight_reader
 
 AnyLayer: TypeAlias = AltUpLayer | DecoderLayer | PredictedStreamLayer | SharedBlockLayer
 
@@ -139,7 +140,7 @@ class Decoder(TorchDecoder):
         self._passed_width = spec.passed_width(shard.layers.start)
         has_passes = any(layer.restart is not None for layer in spec.layers)
         self._restarts = Restarts(spec, weights) if has_passes else None
-        self._layers = _make_layers(spec, weights, attention, shard, kernels)
+        self._layers = _make_layers(source, attention)
         for previous, current in pairwise(self._layers):
             if isinstance(previous, DecoderLayer) and isinstance(current, DecoderLayer):
                 current.previous = previous if previous.shortcut is not None else None
@@ -428,13 +429,8 @@ class Decoder(TorchDecoder):
         return self._head.logits(hidden_SD, slots_S)
 
 
-def _make_layers(
-    spec: ModelSpec,
-    weights: WeightReader,
-    attention: DeviceAttention,
-    shard: ModelShard,
-    kernels: LayerKernels,
-) -> list[AnyLayer]:
+def _make_layers(of_model: LayerSource, attention: DeviceAttention) -> list[AnyLayer]:
+    spec, weights, _, shard, kernels = of_model
     layers: list[AnyLayer] = []
     blocks: dict[int, Block] = {}
     of_weights: dict[int, DecoderLayer] = {}
@@ -445,7 +441,7 @@ def _make_layers(
         if number in of_weights:
             layers.append(of_weights[number])
             continue
-        source = LayerSource(own, weights, f"layers.{number}.", shard, kernels)
+        source = of_model._replace(spec=own, prefix=f"layers.{number}.")
         if layer.shared_block is not None:
             block = layer.shared_block.source
             if block not in blocks:
@@ -466,6 +462,7 @@ def _make_layers(
                 decoder.copy_keys(of_weights[layer.kv_source])
             of_weights[number] = decoder
             layers.append(decoder)
+    share_experts([x.banked for x in layers if isinstance(x, DecoderLayer) and x.banked], of_model)
     return layers
 
 

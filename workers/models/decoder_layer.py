@@ -28,10 +28,11 @@ from .attention_kinds.spans import SpanAttention
 from .attention_kinds.token_scales import ScaledAttention
 from .compressed.attention import CompressedAttention
 from .cross_attention import CrossAttention
+from .experts.banks import BankedExperts
 from .experts.mixture import Experts, ExpertsBesideMLP
 from .experts.pairs import PairExperts
 from .latent.attention import LatentAttention
-from .layer_kinds.residual_gate import ResidualFactor, ResidualGate, ResidualScale
+from .layer_kinds.residual_gate import OutputFactor, ResidualFactor, ResidualGate, ResidualScale
 from .layer_source import LayerSource
 from .layer_step import LayerStep
 from .mixers import Mixer, make_mixer
@@ -42,6 +43,8 @@ from .per_layer_inputs import PerLayerBlock
 AnyAttention: TypeAlias = (
     Attention | AttentionKind | CompressedAttention | LatentAttention | LoopAttention
 )
+
+AnyResidual: TypeAlias = OutputFactor | ResidualFactor | ResidualGate | ResidualScale
 
 
 def _attention(layer: LayerSpec, source: LayerSource, backend: DeviceAttention) -> AnyAttention:
@@ -120,8 +123,13 @@ class DecoderLayer:
             )
             self._attention_output_norm = norm(norms.attention_output)
             self._attention_sum_norm = norm(norms.attention_sum)
-        self._attention_gate: ResidualFactor | ResidualGate | ResidualScale | None = None
-        self._mlp_gate: ResidualFactor | ResidualGate | ResidualScale | None = None
+        self._attention_gate: AnyResidual | None = None
+        self._mlp_gate: AnyResidual | None = None
+        if spec.has_output_factors:
+            self._attention_gate, self._mlp_gate = (
+                OutputFactor(spec, weights, f"{prefix}{name}_layer_scale")
+                for name in ("attn", "ffn")
+            )
         if spec.has_stream_factors:
             self._attention_gate, self._mlp_gate = (
                 ResidualFactor(spec, weights, f"{prefix}{name}_residual")
@@ -149,7 +157,7 @@ class DecoderLayer:
         if spec.adds_embeddings:
             self._embedding_scale_1 = weights.read_elements(f"{prefix}embedding_scale", 1)
         self._beside: ExpertsBesideMLP | None = None
-        self._mlp: MLP | Experts | PairExperts | None = None
+        self._mlp: MLP | Experts | BankedExperts | PairExperts | None = None
         self.shortcut: Experts | None = None
         self.shortcut_TD: Tensor | None = None
         self.previous: DecoderLayer | None = None
@@ -165,7 +173,9 @@ class DecoderLayer:
         if experts is not None and experts.has_own_norms:
             self._beside = ExpertsBesideMLP(experts, source)
             experts = None
-        if experts is not None:
+        if experts is not None and experts.bank is not None:
+            self._mlp = BankedExperts(experts, source.at("mlp."))
+        elif experts is not None:
             self._mlp = Experts(experts, source.at("mlp."), layer.gate_limit)
         elif spec.pair_experts is not None:
             self._mlp = PairExperts(spec.pair_experts, source.at("mlp."))
@@ -265,7 +275,14 @@ class DecoderLayer:
             return self._beside.experts
         if self.shortcut is not None:
             return self.shortcut
+        if self.banked is not None:
+            return self.banked.experts
         return self._mlp if isinstance(self._mlp, Experts) else None
+
+    @property
+    def banked(self) -> BankedExperts | None:
+        """The experts that other layers have as well, if the layer has some."""
+        return self._mlp if isinstance(self._mlp, BankedExperts) else None
 
     def _mixed(self, x: Any, step: LayerStep) -> Tensor:
         """Return the sum of the outputs of attention and recurrent mixer."""

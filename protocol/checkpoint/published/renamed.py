@@ -136,12 +136,16 @@ def openpangu_vl(fields: ConfigFields, architecture: str) -> dict[str, Any]:
 
 def interns2(fields: ConfigFields, architecture: str) -> dict[str, Any]:
     """Return the fields of Intern-S2 Preview, which is a Qwen3.5 with experts; its time series are not read."""
-    text = {**fields.required_section("text_config").config, "model_type": "qwen3_5_moe_text"}
     return {
+        **interns2_mobius(fields, architecture),
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "model_type": "qwen3_5_moe",
-        "text_config": text,
     }
+
+
+def interns2_mobius(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of Intern-S2 Mobius, whose images and text config are those of a Qwen3.5 with experts."""
+    text = {**fields.required_section("text_config").config, "model_type": "qwen3_5_moe_text"}
+    return {"model_type": "qwen3_5_moe", "text_config": text}
 
 
 def decoder_alone(fields: ConfigFields) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny import sentencepiece_tokenizer
 from support.families.indexers import HY4
 from support.families.recurrent import GROUPED_KEYS, NGRAMS, QWEN4
-from support.own_code.interns1_pro import become_interns1_pro
+from support.own_code.intern import become_interns1_pro, become_interns2_mobius
 
 IMAGE_MODELS = ("paddleocr_vl", "hunyuan_vl", "glm5_next", "ernie4_5_vl_moe", "cosmos3_edge")
 """Models that read no videos."""
@@ -35,6 +35,7 @@ QWEN_MODELS = (
     "qwen4_exp",
     "hy_v4_vl",
     "interns1_pro",
+    "interns2_mobius",
 )
 GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -104,6 +105,7 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 _VISION_BY_FAMILY["interns1_pro"] = _VISION_BY_FAMILY["qwen3_vl"] | {"deepstack_visual_indexes": []}
+_VISION_BY_FAMILY["interns2_mobius"] = _VISION_BY_FAMILY["qwen3_5"]
 _VISION_BY_FAMILY["cohere_compass"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["cosmos3_omni"] = _VISION_BY_FAMILY["qwen3_vl"]
 _VISION_BY_FAMILY["cosmos3_edge"] = {
@@ -151,6 +153,7 @@ _VISION_BY_FAMILY["hy_v4_vl"] = _VISION_BY_FAMILY["hunyuan_vl"] | {"out_hidden_s
 _VISION_BY_FAMILY["qwen4_exp"] = _VISION_BY_FAMILY["qwen3_5"]
 _NAMES = {
     "interns1_pro": "Qwen3VLMoe",
+    "interns2_mobius": "Qwen3_5Moe",
     "qwen4_exp": "Qwen4Exp",
     "hy_v4_vl": "HYV4VL",
     "lfm3_vl": "Lfm3Vl",
@@ -211,7 +214,7 @@ def qwen_directory(
         kinds = ["sliding_attention", "full_attention"]
         text |= {"layer_types": kinds * 2, "sliding_window": 9, "logit_scale": 0.5}
         text["rope_parameters"] = {"sliding_attention": rope, "full_attention": None}
-    if kind.endswith("_moe") or kind == "interns1_pro":
+    if kind.endswith("_moe") or kind.startswith("interns"):
         text |= _MIXTURE
     if kind == "lfm3_vl":
         text |= {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
@@ -219,7 +222,7 @@ def qwen_directory(
     if kind == "ernie4_5_vl_moe":
         rope["mrope_section"] = [3, 3, 2]
         text |= {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": [48, 32]}
-    if kind.startswith("qwen3_5"):
+    if kind.startswith(("qwen3_5", "interns2")):
         text |= _DELTA_NET | {"shared_expert_intermediate_size": 48}
         rope["partial_rotary_factor"] = 1.0
     if kind == "qwen4_exp":
@@ -280,6 +283,8 @@ def qwen_directory(
         _split_parts(directory)
     if kind == "interns1_pro":
         become_interns1_pro(directory, model)
+    if kind == "interns2_mobius":
+        become_interns2_mobius(directory, model)
     tokenizer.save_pretrained(directory)
     processor = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],

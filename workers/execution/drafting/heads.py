@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....protocol.config import EngineConfig, ProposerMethod
 from ...cpu.decoder import NativeDecoder
+from ...cpu.supported import unsupported_features
 from ...layers.spec import ModelSpec
 from ...loaders import Checkpoint, open_checkpoint
 from ...models.weights import weight_reader
@@ -43,7 +44,8 @@ def load_head(
         checkpoint: The model's checkpoint, which contains the head unless the configuration names another one.
         dtype: The dtype of float weights.
         on_progress: Called with (loaded bytes, total bytes).
-        in_torch: If false, the head runs natively, unless it reads the cache of a model in torch.
+        in_torch: If false, the head runs natively, unless native programs lack one of its operations or it reads the
+            cache of a model in torch.
 
     Raises:
         CheckpointError: The head has another layout than the known ones, or its files are damaged.
@@ -82,6 +84,7 @@ def load_head(
         )
     elif layout.is_parallel:
         kind = ParallelHead
+    in_torch = in_torch or bool(unsupported_features(layout.spec))
     source = HeadSource(
         config, target, target_cache, checkpoint, layout, embed, dtype, on_progress, in_torch
     )

@@ -104,6 +104,12 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     has_shared_gate: bool = False
     """True if the output of the MLP is multiplied by the sigmoid of a logit."""
 
+    bank: int | None = None
+    """The number of the router and experts, which several layers share; None for the layer's own (Intern-S2 Mobius).
+
+    The MLP that all tokens pass through is the layer's own.
+    """
+
     # The inputs and outputs of experts.
 
     latent_size: int = 0

@@ -81,14 +81,9 @@ class Experts:
             ExpertMatrices(experts, source, mixture) for mixture in range(experts.num_mixtures)
         ]
         weights.skip(unused_experts(experts, prefix, self._placement.elsewhere))
-        self._shared: MLP | None = None
-        self._shared_gate_1D: Tensor | None = None
-        if num_shared := experts.shared_intermediate_size:
-            self._shared = MLP(source.at("shared_experts."), num_shared, limit=shared_limit)
-            if experts.has_shared_gate:
-                self._shared_gate_1D = weights.read(
-                    f"{prefix}shared_expert_gate.weight", 1, spec.hidden_size
-                )
+        self._shared: SharedExperts | None = None
+        if experts.shared_intermediate_size:
+            self._shared = SharedExperts(experts, source, shared_limit)
 
     def forward(
         self, x_TD: Any, router_x_TD: Any = None, token_ids_T: Tensor | None = None
@@ -126,7 +121,7 @@ class Experts:
             y_TD = (y_TD + self._sum_bias_D).to(y_TD.dtype)
         if identity_T1 is not None:
             y_TD = y_TD + (x_TD * identity_T1).to(y_TD.dtype)
-        return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
+        return y_TD if self._shared is None else y_TD.add_(self._shared.forward(x_TD))
 
     def join_round(self, like: Tensor) -> None:
         """Compute rows of other replicas in an exchange to which this one contributes none.
@@ -235,12 +230,24 @@ class Experts:
             outputs_AL = self._tensor_parallel.sum(outputs_AL)
         return outputs_AL if self._expert_norm is None else self._expert_norm(outputs_AL)
 
-    def _shared_output(self, x_TD: Tensor) -> Tensor:
-        assert self._shared is not None
-        y_TD = self._shared.forward(x_TD)
-        if self._shared_gate_1D is None:
-            return y_TD
-        return y_TD.mul_(F.linear(x_TD, self._shared_gate_1D).sigmoid())
+
+class SharedExperts:
+    """The MLP that all tokens pass through beside the experts that they choose."""
+
+    def __init__(
+        self, experts: ExpertsSpec, source: LayerSource, limit: GateLimit | None = None
+    ) -> None:
+        size = experts.shared_intermediate_size
+        self._mlp = MLP(source.at("shared_experts."), size, limit=limit)
+        self._gate_1D: Tensor | None = None
+        if experts.has_shared_gate:
+            name = f"{source.prefix}shared_expert_gate.weight"
+            self._gate_1D = source.weights.read(name, 1, source.spec.hidden_size)
+
+    def forward(self, x_TD: Any) -> Tensor:
+        """Return the output [T, D]."""
+        y_TD: Tensor = self._mlp.forward(x_TD)
+        return y_TD if self._gate_1D is None else y_TD.mul_(F.linear(x_TD, self._gate_1D).sigmoid())
 
 
 class ExpertsBesideMLP:

@@ -236,6 +236,7 @@ def _qwen3_5(fields: ConfigFields) -> ModelSpec:
         qk_norm="head",
         norm_weight_offset=1.0,
         gates_attention=True,
+        has_output_factors=fields.boolean("layer_scale", False),
         tensor_names=(_MIXER, (r"\.in_proj_qkv\.", ".qkv_proj."), *unused_layers(fields)),
         **attention_biases(fields),
     )
@@ -291,7 +292,8 @@ def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
     return qwen3_next(fields.with_defaults(intermediate_size=512), 256, 8)
 
 
-def _qwen3_5_vl_moe(fields: ConfigFields) -> ModelSpec:
+def qwen3_5_vl_moe(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of a Qwen3.5 with experts that reads images."""
     return _qwen3_5_moe(interleaved_axes(fields, QWEN3_5_AXES))
 
 
@@ -491,6 +493,6 @@ FAMILIES = (
     Family("MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7", qwen3_5_vl),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
-    Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_vl_moe),
+    Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_vl_moe),
     Family("Qwen3NextForCausalLM", "qwen3_next", qwen3_next),
 )

@@ -52,6 +52,17 @@ class ResidualFactor:
         return block_TD
 
 
+class OutputFactor:
+    """Multiplies a block's output by 1 plus a stored number for each element (Qwen3-Next, Intern-S2 Mobius)."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, name: str) -> None:
+        self._factor_D = (1 + weights.read_elements(name, spec.hidden_size)).to(weights.dtype)
+
+    def scale(self, x_TD: Tensor, block_TD: Tensor) -> Tensor:
+        """Return the scaled output of the block. The stream stays as it is."""
+        return block_TD * self._factor_D
+
+
 class ResidualScale:
     """Factors of the stream and of a block's output, which are applied after biases, all float32 [D] (ZAYA1)."""
 

@@ -59,7 +59,7 @@ _NOT_SUPPORTED: Final = {
 """Beginnings of architectures -> the reason why their layers are not supported."""
 
 _RETURNS_NORMED: Final = (
-    *("Deepseek", "Dots3Note", "Glm5Next", "GlmMoeDsa", "Qwen3Next", "Qwen3_5"),
+    *("Deepseek", "Dots3Note", "Glm5Next", "GlmMoeDsa", "InternS2", "Qwen3Next", "Qwen3_5"),
 )
 """Architectures whose layers read the hidden states of the draft before after their final norm."""
 
@@ -211,18 +211,24 @@ def _is_stored(stored: Collection[str], names: _Names) -> bool:
 
 
 def _read_layer(target: ModelSpec, checkpoint: Checkpoint, names: _Names, index: int) -> HeadLayout:
+    text = checkpoint.config.get("text_config") or checkpoint.config
     if names.is_described:
-        config = _with_layers(checkpoint.config, len(target.layers) + index + 1)
+        config = _with_text(checkpoint.config, num_hidden_layers=len(target.layers) + index + 1)
+        target = model_spec(config, checkpoint.config_path)
+    elif text.get("mtp_num_experts") is not None:
+        # The layers of Intern-S2 Mobius share experts, and this one has others.
+        own = {name: text.get(f"mtp_{name}") for name in ("num_experts", "num_experts_per_tok")}
+        config = _with_text(checkpoint.config, num_blocks=0, **own)
         target = model_spec(config, checkpoint.config_path)
     return _layout(target, checkpoint.names(), names)
 
 
-def _with_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return the config of a model with another number of layers."""
+def _with_text(config: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """Return the config of a model with other values of the decoder's fields."""
     text = config.get("text_config")
     if isinstance(text, dict):
-        return {**config, "text_config": _with_layers(text, num_layers)}
-    return {**config, "num_hidden_layers": num_layers}
+        return {**config, "text_config": text | values}
+    return {**config, **values}
 
 
 def _has(stored: Collection[str], names: _Names, pattern: str) -> bool:

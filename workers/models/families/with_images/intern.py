@@ -1,4 +1,8 @@
-"""Intern-S1 Pro, whose decoder is a Qwen3-MoE with Fourier embeddings and with groups of experts."""
+"""The decoders of Intern-S1 Pro and Intern-S2 Mobius.
+
+The first is a Qwen3-MoE with Fourier embeddings and with groups of experts, the second a Qwen3.5 whose layers share
+experts.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from ....layers.spec import ModelSpec
 from ....layers.specs.experts import ExpertsSpec
 from ..common import Family
 from ..experts import qwen3_moe
+from ..hybrid import qwen3_5_vl_moe
 
 _FOURIER = ("fope_init_factor", "fope_sep_head", "num_inv_freq")
 
@@ -57,4 +62,19 @@ def _with_groups(experts: ExpertsSpec, fields: ConfigFields) -> ExpertsSpec:
     return replace(experts, num_groups=num_groups, divides_choice=True)
 
 
-FAMILIES = (Family("InternS1ProForConditionalGeneration", "interns1_pro", _interns1_pro),)
+def _interns2_mobius(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder, or of its layer for multi-token prediction, which has experts of its own."""
+    spec = qwen3_5_vl_moe(fields)
+    count = fields.integer("num_blocks", 4, minimum=0)
+    layers = tuple(
+        replace(layer, experts=layer.experts and replace(layer.experts, bank=i % count))
+        for i, layer in enumerate(spec.layers if count else ())
+    )
+    names = (r"(^|\.)meta_mlp\.", r"\1expert_banks."), *spec.tensor_names
+    return replace(spec, layers=layers or spec.layers, tensor_names=names)
+
+
+FAMILIES = (
+    Family("InternS1ProForConditionalGeneration", "interns1_pro", _interns1_pro),
+    Family("InternS2MobiusForConditionalGeneration", "qwen3_5_moe", _interns2_mobius),
+)

@@ -1,9 +1,13 @@
-"""Intern-S1 Pro, made of transformers' Qwen3-VL-MoE, whose rotation and router are replaced."""
+"""Intern-S1 Pro and Intern-S2 Mobius, made of transformers' models.
+
+The first is a Qwen3-VL-MoE whose rotation and router are replaced, the second a Qwen3.5-MoE whose layers share experts.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +121,49 @@ def become_interns1_pro(directory: Path, model: Any) -> None:
     config["architectures"] = ["InternS1ProForConditionalGeneration"]
     config["model_type"] = "interns1_pro"
     (directory / "config.json").write_text(json.dumps(config))
+
+
+NUM_BANKS = 3
+
+
+def become_interns2_mobius(directory: Path, model: Any) -> None:
+    """Turn a saved Qwen3.5-MoE, and its files, into an Intern-S2 Mobius. Its first and last layers share experts."""
+    layers = model.model.language_model.layers
+    assert len(layers) == NUM_BANKS + 1
+    stored = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        match = re.fullmatch(r"(.*)\.layers\.(\d+)\.mlp\.((gate|experts)\..*)", name)
+        if match is None:
+            stored[name] = tensor
+        elif int(match[2]) < NUM_BANKS:
+            stored[f"{match[1]}.meta_mlp.{match[2]}.{match[3]}"] = tensor
+    for i, layer in enumerate(layers):
+        bank = layers[i % NUM_BANKS].mlp
+        layer.mlp.gate, layer.mlp.experts = bank.gate, bank.experts
+        mixer = getattr(layer, "linear_attn", None) or layer.self_attn
+        for name, block in (("attn", mixer), ("ffn", layer.mlp)):
+            scale = 0.3 * torch.randn(1, 1, layer.hidden_size)
+            stored[f"model.language_model.layers.{i}.{name}_layer_scale"] = scale
+            block.register_forward_hook(_Scaling(scale))
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"] |= {
+        "model_type": "interns2_mobius_text",
+        "num_blocks": NUM_BANKS,
+        "layer_scale": True,
+    }
+    config["architectures"] = ["InternS2MobiusForConditionalGeneration"]
+    config["model_type"] = "interns2_mobius"
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+class _Scaling:
+    """Multiplies the output of a block by 1 plus a number for each element."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.factor = 1 + scale
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return output[0] * self.factor, *output[1:]
+        return output * self.factor
