@@ -228,7 +228,7 @@ def test_an_inconsistent_module_is_rejected(directory: Path, name: str, tensor: 
 
 @pytest.mark.parametrize(
     ("name", "stored_as"),
-    [("bnb-nf4", "bitsandbytes in 4 bits"), ("hqq-columns", "HQQ with axis 0")],
+    [("bnb-nf4", "bitsandbytes in 4 bits"), ("hqq-columns", "HQQ with groups across rows")],
 )
 def test_dequantized_weights_are_logged_once(
     directory: Path, caplog: pytest.LogCaptureFixture, name: str, stored_as: str
@@ -290,6 +290,16 @@ def test_wrong_numbers_of_hqq_are_rejected(directory: Path, tensor: str, value: 
     save_file(load_file(file) | {name: torch.tensor(value, dtype=torch.int32)}, file)
     with pytest.raises(CheckpointError, match=str(value)):
         open_checkpoint(directory).tensor(NAME)
+
+
+def test_groups_of_hqq_may_cross_rows(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {NAME: torch.randn(ROWS, 3 * GROUP // 2)}, file)
+    expected = quantize_directory(directory, "hqq")[NAME]
+    checkpoint = open_checkpoint(directory)
+    parts = ({}, expected), ({"part": range(5, 21)}, expected[5:21])
+    for part, values in (*parts, ({"part": range(8, 40), "dim": 1}, expected[:, 8:40])):
+        torch.testing.assert_close(checkpoint.tensor(NAME, **part), values, atol=1e-5, rtol=1e-5)
 
 
 def test_the_name_of_a_module_takes_precedence_over_its_class(directory: Path) -> None:

@@ -18,7 +18,7 @@ _BLOCKS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 
 
 class HQQScheme(QuantizationScheme):
-    """The scheme of HQQ's checkpoints. With groups along a row, matrices stay quantized."""
+    """The scheme of HQQ's checkpoints. If each group is within a row, matrices stay quantized."""
 
     marker = "W_q"
     marker_dtypes = frozenset({"U8", "I32"})
@@ -57,10 +57,11 @@ class HQQScheme(QuantizationScheme):
                 f"'{module.name}' has groups of {size} that do not fit its tensors"
             )
         own = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        if axis == 0:
-            values_OD = ((values[:size] - zero) * scale).reshape(shape)[own].contiguous()
-            return QuantizedMatrix.dequantized(values_OD, "HQQ with axis 0")
-        values_OD = values[:num_rows].reshape(shape)[own].contiguous()
+        values = values[:num_rows]
+        if axis == 0 or shape[1] % size:
+            values_OD = ((values - zero) * scale).reshape(shape)[own].contiguous()
+            return QuantizedMatrix.dequantized(values_OD, "HQQ with groups across rows")
+        values_OD = values.reshape(shape)[own].contiguous()
         groups = ColumnGroups.from_part(columns, size, shape[1])
         scale_OG, zero_OG = (
             x.reshape(shape[0], -1)[own[0], groups.stored.start : groups.stored.stop]
