@@ -53,8 +53,9 @@ def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
             "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original_length,
         }
-    factor = fields.number("rope.scaling.factor", 1.0)
-    kind = fields.text("rope.scaling.type", "none")
+    # The first files have the factor under another name. A factor without a type is linear.
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    kind = fields.text("rope.scaling.type", "linear")
     if kind == "linear" and factor not in (0.0, 1.0):
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":

@@ -197,6 +197,14 @@ def test_a_llama_with_a_window_is_read_as_mistral(tmp_path: Path) -> None:
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 512)
 
 
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
+def test_a_factor_of_positions_without_a_type_is_linear(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_file(path, EMBEDDING, "llama", LLAMA_METADATA | {key: 4.0})
+    scaling = gguf_to_hf_config(GGUFFile(path))["rope_scaling"]
+    assert scaling == {"rope_type": "linear", "factor": 4.0}
+
+
 def test_rotary_positions_of_hunyuan_ocr_have_four_axes_and_a_scaled_base(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     metadata = LLAMA_METADATA | {"rope.dimension_sections": [16] * 4, "rope.scaling.alpha": 1000.0}
