@@ -111,9 +111,8 @@ _STACKINGS = {
 }
 _JOINED = (
     (re.compile(r"model\.transformer\.wte\.embedding"), "model.transformer.wte.new_embedding"),
-    (re.compile(r"(.*)\.v_proj_current\.(\w+)"), r"\1.v_proj_delayed.\2"),
 )
-"""Names of tensors whose rows are followed by those of another tensor, and its name (Molmo 2, ZAYA1)."""
+"""Names of tensors whose rows are followed by those of another tensor, and its name (Molmo 2)."""
 
 _RANK_FILE = re.compile(r".*-TP-\d+\.safetensors")
 """Matches a file with one rank's parts of tensors (Grok 2)."""

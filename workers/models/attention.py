@@ -341,10 +341,12 @@ def qkv_rows(
         return rows[:1]
     if not layer.has_value_projection:
         return rows[:2]
+    if weights.has(f"{prefix}v_proj_delayed.weight"):
+        rows[2:] = _halves(rows[2], f"{prefix}v_proj_delayed")
     if spec.rope_order == "half":
         return rows
     order_K = _rope_order(spec, layer)
-    query_rows, key_rows, value_rows = rows
+    query_rows, key_rows, *rows_of_values = rows
     return [
         *(
             replace(
@@ -353,8 +355,18 @@ def qkv_rows(
             )
             for each in (query_rows, key_rows)
         ),
-        value_rows,
+        *rows_of_values,
     ]
+
+
+def _halves(rows: Rows, second: str) -> list[Rows]:
+    """Return rows of a matrix whose second half is the module `second`."""
+    half, part = rows.total // 2, rows.part
+    parts = {
+        rows.name: range(part.start, min(part.stop, half)),
+        second: range(max(part.start - half, 0), part.stop - half),
+    }
+    return [Rows(name, half, own) for name, own in parts.items() if own]
 
 
 def _with_own_bias(rows: Rows, name: str, count: int, heads: range, spec: ModelSpec) -> Rows:
