@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import cache
 
 import pytest
@@ -179,6 +180,39 @@ def test_biases_of_quantized_modules_are_read_also_if_they_are_zero(load, has_ze
     logits, expected = (
         Runner(load(tmp_path)).step({0: tokens})[0],
         expected_logits(reference, tokens),
+    )
+    # The native backend rounds activations to eight bits.
+    assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8", "compressed-int4"])
+def test_values_in_two_quantized_modules_are_those_of_the_modules(name, tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    (tmp_path / "dense").mkdir()
+    make_reference("zaya", **sizes).save_pretrained(tmp_path)
+    modules = ("qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed")
+    config = (tmp_path / "config.json").read_text()
+    meaning = quantize_directory(tmp_path, name, modules)
+    assert sum(key.endswith("v_proj_delayed.weight") for key in meaning) > 1
+    # GPTQ adds biases of zeros, which the family lacks.
+    weights = {key: x for key, x in meaning.items() if not re.search(r"v_proj_\w+\.bias", key)}
+    save_file(weights, tmp_path / "dense" / "model.safetensors")
+    (tmp_path / "dense" / "config.json").write_text(config)
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load_decoder(path)).step({0: tokens})[0] for path in (tmp_path, tmp_path / "dense")
+    )
+    assert_same(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-asymmetric"])
+def test_rows_of_a_quantized_matrix_may_be_one_block(name, tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32}
+    make_reference("llama2", **sizes).save_pretrained(tmp_path)
+    quantize_directory(tmp_path, name)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: prompt(NUM_TOKENS)})[0]
+        for load in (load_native_decoder, load_decoder)
     )
     # The native backend rounds activations to eight bits.
     assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)

@@ -126,4 +126,5 @@ def _of_blocks(matrix: QuantizedMatrix, x_OG: Tensor) -> Tensor:
         x_OB = x_OG.expand(-1, num_blocks)
     else:
         x_OB = x_OG.repeat_interleave(matrix.group_size // _BLOCK, 1)[:, :num_blocks]
-    return x_OB.half().contiguous().view(torch.uint8).unflatten(1, (-1, 2))
+    # If rows have one block, its stride may be any number, with which torch cannot view it as bytes.
+    return x_OB.half().flatten().view(torch.uint8).unflatten(0, (*x_OB.shape, 2))
