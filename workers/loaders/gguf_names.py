@@ -368,6 +368,8 @@ _PLAIN_NAMES = {
     "channel_mix_lerp_r": "mlp.x_r",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
+# The first files of mixtures have one tensor per expert.
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down))\.(\d+)\.weight")
 _LAYER_SCALE = re.compile(r"blk\.(\d+)\.(\w+\.scale)")
 _PREDICTION_TENSOR = re.compile(
     r"blk\.(\d+)\.nextn\.(eh_proj|enorm|hnorm|embed_tokens|shared_head_(?:head|norm))\.weight"
@@ -409,6 +411,9 @@ def hf_name(name: str, architecture: str) -> str | None:
     layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(architecture, _LAYER_MODULES)
     if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in layer_modules:
         return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
+    if match := _EXPERT_TENSOR.fullmatch(name):
+        module = layer_modules.get(f"{match[2]}_exps")
+        return module and f"model.layers.{match[1]}.{module.format(part=match[3])}.weight"
     if (match := _LAYER_SCALE.fullmatch(name)) and match[2] in layer_modules:
         return f"model.layers.{match[1]}.{layer_modules[match[2]]}"
     if match := _PLAIN_TENSOR.fullmatch(name):

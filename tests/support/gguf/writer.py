@@ -168,6 +168,7 @@ def write_gguf(
     ggml_types: Mapping[str, GGMLQuantizationType] | None = None,
     pre_tokenizer: str = "gpt-2",
     splits_heads: bool = True,
+    splits_experts: bool = False,
     published_as: str | None = None,
     num_prediction_layers: int = 0,
 ) -> Path:
@@ -176,7 +177,8 @@ def write_gguf(
     Matrices are stored as `ggml_types` has it by the last part of their module's name, others as
     `ggml_type`, if their rows are whole blocks of it, else as F32; vectors are always F32.
     `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`. Without `splits_heads`
-    a model with latent attention is written as by earlier converters. `published_as` is the architecture of a family
+    a model with latent attention is written as by earlier converters, and with `splits_experts`, one with experts.
+    `published_as` is the architecture of a family
     whose files are the same otherwise. The last `num_prediction_layers` layers are for multi-token prediction.
     """
     config = model.config
@@ -225,7 +227,12 @@ def write_gguf(
         if values.ndim > 1:
             raw = quantize(raw.reshape(-1, raw.shape[-1]), stored)
             raw = raw.reshape(*values.shape[:-1], -1)
-        writer.add_tensor(gguf_name(name, architecture), raw, raw_dtype=stored)
+        key = gguf_name(name, architecture)
+        if not splits_experts or "_exps." not in key:
+            writer.add_tensor(key, raw, raw_dtype=stored)
+            continue
+        for number, each in enumerate(raw):
+            writer.add_tensor(key.replace("_exps", f".{number}"), each, raw_dtype=stored)
     return finish(writer)
 
 

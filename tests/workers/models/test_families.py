@@ -339,6 +339,14 @@ def test_gguf_files_of_earlier_converters_give_the_same_logits(name, load, tmp_p
     assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
 
 
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_gguf_files_with_a_tensor_per_expert_give_the_same_logits(load, tmp_path):
+    reference = make_reference("mixtral", sliding_window=None)
+    decoder = load(write_gguf(tmp_path / "m.gguf", reference, splits_experts=True))
+    tokens = prompt(NUM_TOKENS)
+    assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
+
+
 @pytest.mark.parametrize("architecture", ["bailingmoe", "deepseek2-ocr"])
 def test_gguf_files_of_other_mixtures_give_the_logits_of_equal_layers(architecture, tmp_path):
     reference = make_reference("granite-moe-shared", **LING)
