@@ -46,6 +46,22 @@ def schemas_of(value: object) -> list[Schema]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
+def relocate_references(place: str, schema: Schema) -> Schema:
+    """Return `schema` with its references rewritten for its new place in a larger document."""
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict) and not isinstance(part.get("$id"), str):
+            # References in a part with its own $id are relative to that part and stay valid.
+            reference = part.get("$ref")
+            if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+                part["$ref"] = place + reference[1:]
+            parts += part.values()
+    return schema
+
+
 def tag_schemas(tag: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the objects within a structural tag that have a JSON schema, and the name of the field with it."""
     if isinstance(tag, list):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Final
 
+from ....protocol.errors import ParameterError
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...chat import (
     CallFormat,
@@ -19,12 +21,23 @@ from ...chat import (
     text_or_calls,
 )
 from ...chat.reasoning import has_special_tokens
-from ...http.errors import APIError, bad_request, wrong
+from ...http.errors import APIError, bad_request, reject_deep_nesting, wrong
 from ...tokenizer.tokenizer import Tokenizer
 from ..structured.constraint import Constraint
+from ..tools.tool_choice import ToolChoice
 
 ANY_OUTPUT: Final = StructuredOutput(GrammarKind.LARK, "start: TEXT\nTEXT: /(.|\\n)*/")
 """A grammar for any text."""
+
+
+@contextmanager
+def _reject_schemas() -> Iterator[None]:
+    """Turn errors about schemas of tools into APIError 400."""
+    with reject_deep_nesting("tools"):
+        try:
+            yield
+        except ParameterError as error:
+            raise bad_request("tools", error.problem) from None
 
 
 class AnswerFormats:
@@ -83,14 +96,37 @@ class AnswerFormats:
         """
         return CallParser(self.call_format, functions, call_ids)
 
-    def call_rules(self, names: Sequence[str], *, parallel: bool) -> str:
-        """Return grammar rules for the model's calls of these functions."""
-        return call_rules(self.call_format, names, self._tokenizer, parallel=parallel)
+    def call_rules(self, tools: ToolChoice) -> str:
+        """Return grammar rules for the model's calls of these tools.
 
-    def limit_calls(self, names: Sequence[str], *, parallel: bool) -> Constraint:
-        """Return the constraint that allows calls of these tools only."""
-        grammar = text_or_calls(self.call_format, names, self._tokenizer, parallel=parallel)
-        return Constraint("tool_choice", StructuredOutput(GrammarKind.LARK, grammar))
+        Raises:
+            APIError: No grammar can be written for the schema of a strict tool (400).
+        """
+        with _reject_schemas():
+            return call_rules(
+                self.call_format,
+                tuple(tools.functions),
+                self._tokenizer,
+                parallel=tools.is_parallel,
+                schemas=tools.schemas,
+            )
+
+    def limit_calls(self, tools: ToolChoice) -> Constraint:
+        """Return the constraint that allows calls of these tools only.
+
+        Raises:
+            APIError: No grammar can be written for the schema of a strict tool (400).
+        """
+        with _reject_schemas():
+            grammar = text_or_calls(
+                self.call_format,
+                tuple(tools.functions),
+                self._tokenizer,
+                parallel=tools.is_parallel,
+                schemas=tools.schemas,
+            )
+        output = StructuredOutput(GrammarKind.LARK, grammar)
+        return Constraint("tool_choice", output, parts=tools.parts)
 
     def new_reasoning_parser(
         self, prompt: str, *, constrained: bool = False

@@ -92,7 +92,10 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             is_limited = (
                 tools.is_limited or max_reasoning_tokens >= 0 or serving.formats.describes_tools
             )
-            constraint = await self._constrain_auto(tools, asked_for, receive, is_limited)
+            verified = await serving.verify_constraint(asked_for, receive)
+            constraint = await run(
+                body_size, self._constrain_auto, tools, asked_for, verified, is_limited
+            )
         params = self._params(request, tools, constraint)
         serving.verify_sampling(params)
         params.structured_output = await serving.verify_constraint(constraint, receive)
@@ -186,26 +189,23 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             template_kwargs=reasoning_kwargs(request),
         )
 
-    async def _constrain_auto(
-        self, tools: ToolChoice, constraint: Constraint | None, receive: Receive, is_limited: bool
+    def _constrain_auto(
+        self,
+        tools: ToolChoice,
+        constraint: Constraint | None,
+        verified: StructuredOutput | None,
+        is_limited: bool,
     ) -> Constraint | None:
         """Return the constraint on an answer that may be text or calls.
 
-        Unless the callable tools are limited (`is_limited`), only the request's own constraint applies.
+        Unless the calls are limited (`is_limited`), only the request's own constraint applies, whose form for the core
+        is `verified`.
         """
-        verified = await self._serving.verify_constraint(constraint, receive)
         if constraint is not None and verified is not None:
             verified = msgspec.structs.replace(verified, is_isolated=False)
             constraint = msgspec.structs.replace(constraint, structured_output=verified)
-            rules = self._serving.formats.call_rules(
-                tuple(tools.functions), parallel=tools.is_parallel
-            )
-            return allow_calls(constraint, rules)
-        if is_limited:
-            return self._serving.formats.limit_calls(
-                tuple(tools.functions), parallel=tools.is_parallel
-            )
-        return None
+            return allow_calls(constraint, self._serving.formats.call_rules(tools), tools.parts)
+        return self._serving.formats.limit_calls(tools) if is_limited else None
 
     def _params(
         self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None

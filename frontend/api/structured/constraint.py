@@ -72,8 +72,10 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     return Constraint(constraint.param, _with_pattern(constraint.structured_output, pattern, param))
 
 
-def allow_calls(constraint: Constraint, call_rules: str) -> Constraint:
-    """Return a constraint that also permits tool calls.
+def allow_calls(
+    constraint: Constraint, call_rules: str, parts: tuple[Constraint, ...] = ()
+) -> Constraint:
+    """Return a constraint that also permits tool calls, whose own constraints are `parts`.
 
     A grammar that the client wrote is returned unchanged, because it can describe calls itself.
     """
@@ -82,7 +84,7 @@ def allow_calls(constraint: Constraint, call_rules: str) -> Constraint:
         return constraint
     grammar = f"%llguidance {{}}\nstart: answer | calls\nanswer: {answer}\n{call_rules}"
     output = StructuredOutput(GrammarKind.LARK, grammar)
-    return Constraint(constraint.param, output)
+    return Constraint(constraint.param, output, parts=parts)
 
 
 def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:

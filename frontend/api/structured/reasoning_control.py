@@ -26,7 +26,7 @@ async def constraint_after_reasoning(
         ClientDisconnected: The client disconnected while the grammar was checked.
     """
     if constraint is None and tools.mode is ToolMode.AUTO:
-        rules = serving.formats.limit_calls(tuple(tools.functions), parallel=tools.is_parallel)
+        rules = serving.formats.limit_calls(tools)
         constraint = await serving.verify_constraint(rules, receive)
     return constraint or ANY_OUTPUT
 

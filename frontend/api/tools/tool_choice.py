@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ....protocol.grammars.json_schema import Schema, relocate_references
 from ...chat import Parameters
 from ...http.errors import bad_request, echo, reject_deep_nesting, wrong
 from ..schema import ChatCompletionRequest
@@ -40,11 +41,14 @@ class ToolChoice(msgspec.Struct, frozen=True):
         mode: The mode, which says if calls are possible, forced or disabled.
         name: The tool that must be called in the mode NAMED.
         functions: Name of a tool -> its parameters, in the mode AUTO.
+        schemas: Name of a strict tool -> the schema that its arguments must match, in the mode AUTO.
+        parts: The constraints on the arguments of the strict tools, in the mode AUTO.
         constraint: The constraint on the text in the forced modes.
         shown: The tools in the format that templates read; empty in the mode NONE.
         custom: The names of the custom tools that may be called.
         writes_input: True if the whole text is a custom tool's input, in the mode NAMED.
-        is_limited: True if the model sees tools that it may not call, in the mode AUTO.
+        is_limited: True if a grammar must limit the calls, in the mode AUTO: the model sees tools that it may not
+            call, or tools are strict.
         is_legacy: True if the request uses `functions`, which allow one call at a time.
         is_parallel: True if there may be several calls.
     """
@@ -52,6 +56,8 @@ class ToolChoice(msgspec.Struct, frozen=True):
     mode: ToolMode
     name: str = ""
     functions: Mapping[str, Parameters] = msgspec.field(default_factory=dict)
+    schemas: Mapping[str, Schema] = msgspec.field(default_factory=dict)
+    parts: tuple[Constraint, ...] = ()
     constraint: Constraint | None = None
     shown: tuple[dict[str, Any], ...] = ()
     custom: frozenset[str] = frozenset()
@@ -79,12 +85,18 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     shown = tuple(tool.shown for tool in tools.values() if request.shows_tool(tool.name))
     custom = frozenset(tool.name for tool in allowed.values() if tool.is_custom)
     if choice == "auto":
+        strict = [tool for tool in allowed.values() if tool.is_strict and not tool.is_custom]
+        with reject_deep_nesting("tools"):
+            schemas = {tool.name: tool.prepared() for tool in strict}
+            parts = tuple(tool.constrain_call() for tool in strict)
         return ToolChoice(
             ToolMode.AUTO,
             functions={name: tool.schema for name, tool in allowed.items()},
+            schemas=schemas,
+            parts=parts,
             shown=shown,
             custom=custom,
-            is_limited=len(allowed) < len(tools),
+            is_limited=len(allowed) < len(tools) or bool(strict),
             is_legacy=is_legacy,
             is_parallel=is_parallel,
         )
@@ -205,7 +217,7 @@ def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
                 f"of {tool.name} must be regex if tool_choice is required, "
                 'got "lark"; name the tool in tool_choice, or use tool_choice auto',
             )
-        parameters = _relocate_references(
+        parameters = relocate_references(
             f"#/items/anyOf/{i}/properties/parameters", tool.prepared()
         )
         properties = {"name": {"const": tool.name}, "parameters": parameters}
@@ -224,19 +236,3 @@ def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
     output = encode_schema(calls, is_strict=all(tool.is_strict for tool in tools.values()))
     parts = tuple(tool.constrain_call() for tool in tools.values())
     return Constraint("tools", output, parts=parts)
-
-
-def _relocate_references(place: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema` with its references rewritten for its new place in a larger document."""
-    parts: list[Any] = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts += part
-        elif isinstance(part, dict) and not isinstance(part.get("$id"), str):
-            # References in a part with its own $id are relative to that part and stay valid.
-            reference = part.get("$ref")
-            if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-                part["$ref"] = place + reference[1:]
-            parts += part.values()
-    return schema

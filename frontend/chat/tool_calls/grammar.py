@@ -6,10 +6,13 @@ text and as that token.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ....protocol.grammars.expressions import json_expression
+import msgspec
+
+from ....protocol.grammars.expressions import any_of, json_expression
+from ....protocol.grammars.json_schema import Schema, relocate_references
 from ...tokenizer.tokenizer import Tokenizer
 from .json_calls import CallKeys
 from .syntax import (
@@ -27,6 +30,8 @@ from .tagged_arguments import Tags
 _MARK: Final = re.compile(r"(\]<\]\w+\[>\[|<[^<>\n]+>|\[[A-Z_]+\])")
 """A part of a marker that may be a single token."""
 
+_ANY_ARGUMENTS: Final[Schema] = {"type": "object"}
+
 _NUMBER_ID: Final = {"type": "string", "pattern": "^[0-9]{1,4}$"}
 
 _PYTHON_VALUES: Final = r"""
@@ -41,22 +46,36 @@ NAME: /[A-Za-z_][A-Za-z0-9_]*/
 
 
 def call_rules(
-    format: CallFormat, names: Sequence[str], tokenizer: Tokenizer, *, parallel: bool
+    format: CallFormat,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
+    schemas: Mapping[str, Schema] | None = None,
 ) -> str:
     """Return the rule `calls` and its dependencies: one call of the named functions, or several if `parallel`.
 
-    The arguments may be any object.
+    The arguments of a function match its schema in `schemas` if the format writes them in JSON. All others may be any
+    object.
     """
-    return _Rules(names, tokenizer, parallel).calls(format)
+    return _Rules(names, tokenizer, parallel, schemas or {}).calls(format)
 
 
 def text_or_calls(
-    format: CallFormat, names: Sequence[str], tokenizer: Tokenizer, *, parallel: bool
+    format: CallFormat,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
+    schemas: Mapping[str, Schema] | None = None,
 ) -> str:
-    """Return a grammar for arbitrary text in which every tool call is a call of one of these functions."""
+    """Return a grammar for arbitrary text in which every tool call is a call of one of these functions.
+
+    Their arguments are those of `call_rules`.
+    """
     # The parser reads a bare object or array as a call, so other text must not begin with one.
     text = r"[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?" if format.bare else r"(.|\n)*"
-    rules = _Rules(names, tokenizer, parallel)
+    rules = _Rules(names, tokenizer, parallel, schemas or {})
     blocks = _block_openings(format)
     called = [f"({rules.text_to(blocks, 'TEXT')}) rest_of_block"] if blocks else []
     called += [f"({rules.text_to([mark], 'TEXT')}) rest_of_call" for mark in _call_openings(format)]
@@ -93,12 +112,23 @@ def _shape(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _copy(schema: Schema) -> Schema:
+    copied: Schema = msgspec.json.decode(msgspec.json.encode(schema))
+    return copied
+
+
 class _Rules:
     """The rules of one grammar."""
 
-    def __init__(self, names: Sequence[str], tokenizer: Tokenizer, parallel: bool) -> None:
-        self._names = " | ".join(map(json.dumps, names))
-        self._list = list(names)
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: Tokenizer,
+        parallel: bool,
+        schemas: Mapping[str, Schema],
+    ) -> None:
+        self._names = list(names)
+        self._schemas = schemas
         self._tokenizer = tokenizer
         self._parallel = parallel
         self._rules: list[str] = []
@@ -165,12 +195,17 @@ class _Rules:
         return parts if any(part.startswith("<[") for part in parts) else [json.dumps(text)]
 
     def _json_objects(self, keys: CallKeys) -> list[str]:
-        shapes = [_shape({name: {"type": "object"}}) for name in self._list if not keys.name]
-        if keys.name:
+        shapes: list[Schema] = []
+        for names, schema in self._groups():
             head: dict[str, Any] = {keys.id: _NUMBER_ID} if keys.id else {}
-            head[keys.name] = {"enum": self._list}
-            shapes = [_shape(head | {key: {"type": "object"}}) for key in keys.arguments]
-        array = {"type": "array", "items": {"anyOf": shapes}, "minItems": 1}
+            if keys.name:
+                head[keys.name] = {"enum": names}
+            for key in keys.arguments if keys.name else names:
+                place = f"#/anyOf/{len(shapes)}/properties/{key}"
+                own = relocate_references(place, _copy(schema))
+                shapes.append(_shape(head | {key: own}))
+        listed = [{"$ref": f"#/anyOf/{i}"} for i in range(len(shapes))]
+        array = {"type": "array", "items": {"anyOf": listed}, "minItems": 1}
         if not self._parallel:
             array["maxItems"] = 1
         # Not `one | list`: llguidance panics where two JSON grammars may begin after a text with a token limit.
@@ -180,35 +215,48 @@ class _Rules:
         ]
         return ["one_or_list"]
 
+    def _groups(self) -> Iterator[tuple[list[str], Schema]]:
+        """Yield the names of functions with the same rules for arguments, and the schema of these."""
+        if free := [name for name in self._names if name not in self._schemas]:
+            yield free, _ANY_ARGUMENTS
+        for name in self._names:
+            if name in self._schemas:
+                yield [name], self._schemas[name]
+
     def _python_calls(self) -> list[str]:
         more = '("," SPACE? python_call)*' if self._parallel else ""
         self._rules += [
             f'python_calls: "[" python_call {more} "]"',
-            f'python_call: ({self._names}) "(" (python_argument ("," " "? python_argument)*)? ")"',
+            f'python_call: ({any_of(self._names)}) "(" (python_argument ("," " "? python_argument)*)? ")"',
             'python_argument: NAME "=" python_value',
             _PYTHON_VALUES,
         ]
         return ["python_calls"]
 
     def _named_calls(self, call: NamedCall) -> list[str]:
-        parts = [self._mark(call.prefix)] if call.prefix else []
-        parts.append(f"({self._names})")
-        if call.writes_suffix:
-            parts.append(f"/{call.suffix}/")
+        before = f"{self._mark(call.prefix)} " if call.prefix else ""
+        after = f" /{call.suffix}/" if call.writes_suffix else ""
         if call.after:
-            parts.append(self._mark(call.after) + ("?" if call.is_after_optional else ""))
-        parts.append("SPACE? arguments")
-        parts += map(self._mark, call.ends)
-        self._rules.append(f"rest_of_call: {' '.join(parts)}")
+            after += f" {self._mark(call.after)}" + ("?" if call.is_after_optional else "")
+        ends = "".join(f" {self._mark(end)}" for end in call.ends)
+        arguments = {"arguments": self._names}
         match call.arguments:
             case JsonNotation():
-                self._rules.append(f"arguments: {json_expression({'type': 'object'})}")
+                groups = list(self._groups())
+                arguments = {f"arguments_{i}": names for i, (names, _) in enumerate(groups)}
+                for rule, (_, schema) in zip(arguments, groups, strict=True):
+                    self._rules.append(f"{rule}: {json_expression(_copy(schema))}")
             case GemmaNotation(quote):
                 self._gemma_arguments(quote)
             case TaggedNotation(tags):
                 self._tagged_arguments(tags)
             case ElementNotation() as notation:
                 self._elements(notation)
+        calls = (
+            f"{before}({any_of(names)}){after} SPACE? {rule}{ends}"
+            for rule, names in arguments.items()
+        )
+        self._rules.append(f"rest_of_call: {' | '.join(calls)}")
         if not call.before:
             return ["rest_of_call"]
         self._rules.append(f"named: {self._mark(call.before)} rest_of_call")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import chain
+from typing import Any
 
 import pytest
 from engine.frontend.chat import FORMATS, CallParser, call_rules, reasoning_parser, text_or_calls
 from engine.protocol.grammars.grammar import grammar_text
+from engine.protocol.grammars.json_schema import Schema
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from llguidance import LLMatcher, LLTokenizer
 from support.chat.call_texts import PLAMO
@@ -224,3 +226,32 @@ def test_json_calls_after_long_white_space_may_follow_a_reasoning_with_a_token_l
     for token_id in chain(token_ids[0], [4], *token_ids[1:]):
         matcher.compute_bitmask()
         assert matcher.consume_token(token_id), (token_id, matcher.get_error()[:200])
+
+
+STRICT: Schema = {
+    "type": "object",
+    "properties": {"day": {"$ref": "#/$defs/Day"}, "hour": {"type": "integer"}},
+    "required": ["day", "hour"],
+    "additionalProperties": False,
+    "$defs": {"Day": {"enum": ["today", "tomorrow"]}},
+}
+IN_JSON = [name for name, call in CALLS.items() if re.search(r'{}|{"a"', call)]
+
+
+@pytest.mark.parametrize("name", [name for name in IN_JSON if name != "pythonic"])
+def test_arguments_in_json_match_the_schema_of_their_function(name: str) -> None:
+    format, names = FORMATS[name], ["get_weather", "get_time", "get_time_zone"]
+    schemas = {"get_time": STRICT, "get_time_zone": STRICT}
+
+    def write(function: str, arguments: str) -> str:
+        return re.sub(r'{}|{"a".*?}', lambda _: arguments, CALLS[name] % function, count=1)
+
+    options: Any = {"parallel": True, "schemas": schemas}
+    forced = "start: calls\n" + call_rules(format, names, TOKENIZER, **options)
+    free = text_or_calls(format, names, TOKENIZER, **options)
+    for grammar in (forced, free):
+        for function in schemas:
+            assert may_write(grammar, write(function, '{"day": "today", "hour": 5}'))
+            assert not may_write(grammar, write(function, '{"day": "today"}'))
+            assert not may_write(grammar, write(function, '{"day": "monday", "hour": 5}'))
+        assert may_write(grammar, write("get_weather", '{"day": 1}'))

@@ -222,6 +222,41 @@ def test_only_allowed_tools_may_be_called_in_every_syntax(parser: str, call: str
         assert not may_write(frontend, call % "get_weather")
 
 
+def strict(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": parameters, "strict": True},
+    }
+
+
+def test_arguments_of_a_strict_tool_match_its_schema(frontend: FrontendProcess) -> None:
+    tools = [strict(SCHEMA), TIME]
+    ask(frontend, "a", tools=tools, max_tokens=1)
+    assert may_write(frontend, "It is 5 < 6.")
+    assert may_write(frontend, f"<think>Hm.</think>{hermes(('get_time', {}))}")
+    assert may_write(frontend, hermes(("get_weather", {"city": "Oslo"})))
+    for wrong in ({}, {"city": 1}, {"city": "Oslo", "day": 1}):
+        assert not may_write(frontend, hermes(("get_weather", wrong)))
+    form = {"type": "json_object"}
+    ask(frontend, "a", tools=tools, response_format=form, max_tokens=1)
+    assert may_write(frontend, hermes(("get_weather", {"city": "Oslo"})))
+    assert not may_write(frontend, hermes(("get_weather", {"city": 1})))
+
+
+@pytest.mark.parametrize("choice", [None, "auto", allow("auto", "get_weather"), "required"])
+@pytest.mark.parametrize("form", [None, {"type": "json_object"}])
+def test_a_strict_tool_needs_a_valid_schema(
+    frontend: FrontendProcess, choice: object, form: object
+) -> None:
+    tools = [TIME, strict({"type": "object", "properties": {"city": {"type": "text"}}})]
+    fields = {"tools": tools, "tool_choice": choice, "response_format": form, "max_tokens": 1}
+    response = frontend.post(CHAT, messages=[{"role": "user", "content": "a"}], **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert "get_weather is not a json_schema that can be compiled" in error["message"]
+
+
 def test_custom_tools_can_be_called_automatically(frontend: FrontendProcess) -> None:
     command = 'ls "a b"\n'
     text = "Hm. " + hermes(("shell", {"input": command}), ("get_time", {}), ("shell", {"c": "ls"}))
