@@ -218,6 +218,18 @@ def test_rows_of_a_quantized_matrix_may_be_one_block(name, tmp_path):
     assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("name", ["gptq-2", "gptq-3", "gptq-asymmetric"])
+def test_activations_beside_few_bits_are_as_exact_as_beside_four(name, tmp_path):
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 256}
+    make_reference("llama2", **sizes, num_hidden_layers=1).save_pretrained(tmp_path)
+    quantize_directory(tmp_path, name)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: prompt(NUM_TOKENS)})[0]
+        for load in (load_native_decoder, load_decoder)
+    )
+    assert torch.linalg.norm(logits - expected) < 0.03 * torch.linalg.norm(expected)
+
+
 def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
     """Inputs of layers and their table, streams and shared keys, with rows of whole blocks."""
     for name in ("gemma3n", "gemma4-shared"):

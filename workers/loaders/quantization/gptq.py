@@ -22,6 +22,7 @@ from .scheme import (
     covering,
     groups_of_columns,
     in_group_order,
+    middle_shift,
     shape_of,
     unpack_bytes,
     within,
@@ -83,12 +84,13 @@ class GPTQScheme(QuantizationScheme):
             return unpack_bytes(found, bits)[:, within(part, fields)]
 
         values_OD = unpacked("qweight", (num_rows, num_columns * bits // 32), columns, rows)
+        if shift := middle_shift(bits):
+            values_OD = values_OD + shift
         zeros_GO = unpacked("qzeros", (num_groups, num_rows * bits // 32), rows, stored)
         scales_GO = module.read("scales", (num_groups, num_rows), stored, rows)
         # With 8 bits, the largest zero plus one would not fit into a byte, but no quantizer produces it.
-        zeros_OG = (zeros_GO + self._zero_shift).T.contiguous()
+        zeros_OG = (zeros_GO + self._zero_shift + shift).T.contiguous()
         scales_OG = scales_GO.T.contiguous()
-        # Kernels have no integers of 2 and 3 bits.
         bits = max(bits, 4)
         if group_of_column is not None:
             whole = QuantizedMatrix(values_OD, bits, scales_OG, group_size, zeros_OG)

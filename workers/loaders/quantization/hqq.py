@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from .matrix import QuantizedMatrix
-from .scheme import ColumnGroups, QuantizationScheme, StoredModule
+from .scheme import ColumnGroups, QuantizationScheme, StoredModule, middle_shift
 
 _BLOCKS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 """The number of bits -> the number of blocks of rows in one."""
@@ -67,11 +67,11 @@ class HQQScheme(QuantizationScheme):
             x.reshape(shape[0], -1)[own[0], groups.stored.start : groups.stored.stop]
             for x in (scale, zero)
         )
+        shift = middle_shift(bits)
         return QuantizedMatrix(
-            values_OD,
-            # Kernels have no integers of fewer bits.
+            values_OD + shift,
             max(bits, 4),
             groups.expand(scale_OG),
             groups.size,
-            offset_OG=groups.expand(-zero_OG * scale_OG),
+            offset_OG=groups.expand(-(zero_OG + shift) * scale_OG),
         )

@@ -169,6 +169,14 @@ def unpack_bytes(words: Tensor, bits: int) -> Tensor:
     return (each_bit.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.uint8)
 
 
+def middle_shift(bits: int) -> int:
+    """Return the number that moves integers of `bits` to the middle of four bits; 0 for four bits or more.
+
+    Kernels have no integers of fewer bits. They multiply values minus 8, which should be small.
+    """
+    return 8 - (1 << (bits - 1)) if bits < 4 else 0
+
+
 class ColumnGroups(msgspec.Struct, frozen=True):
     """The groups to which the columns `part` of a matrix belong.
 
