@@ -126,7 +126,7 @@ _XLSTM_NAMES = (
 
 def _xlstm(fields: ConfigFields) -> ModelSpec:
     """Return the spec of an xLSTM of the form of xLSTM-7B (arXiv 2503.13427)."""
-    fields.require("use_bias", False)
+    fields.require_all(use_bias=False, add_out_norm=True)
     fields = fields.with_defaults(
         hidden_size=fields.integer("embedding_dim", 4096),
         num_hidden_layers=fields.integer("num_blocks", 32),
@@ -151,7 +151,6 @@ def _xlstm(fields: ConfigFields) -> ModelSpec:
         fields,
         (layer,) * fields.layer_count("num_hidden_layers"),
         norms=NormNames("norm_mlstm", mlp_input="norm_ffn"),
-        has_final_norm=fields.boolean("add_out_norm", True),
         final_softcap=fields.positive("output_logit_soft_cap", 30.0),
         # Transformers does not tie the embedding either, whatever the config says.
         tie_word_embeddings=False,
