@@ -81,16 +81,17 @@ class ChatChoice:
 
     def _new_tool_parser(self, answer_id: str) -> ToolParser | None:
         # If another frontend continues the stream, the calls must have the same IDs.
-        new_id = self._serving.formats.call_ids(f"{answer_id} {self.index}")
+        messages = self._request.messages
+        call_ids = self._serving.formats.call_ids(f"{answer_id} {self.index}", messages)
         tools = self._tools
         match tools.mode:
             case ToolMode.NAMED:
-                call = NamedCall(tools.name, new_id, is_input=tools.writes_input)
+                call = NamedCall(tools.name, call_ids, is_input=tools.writes_input)
                 return ForcedCallParser(call)
             case ToolMode.REQUIRED:
-                return ForcedCallParser(RequiredCalls(new_id))
+                return ForcedCallParser(RequiredCalls(call_ids))
             case ToolMode.AUTO:
-                return self._serving.formats.new_tool_parser(tools.functions, new_id)
+                return self._serving.formats.new_tool_parser(tools.functions, call_ids)
             case ToolMode.NONE:
                 return None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from ....protocol.errors import ParameterError
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
@@ -84,9 +84,19 @@ class AnswerFormats:
         """True if the model's tool calls have a known format."""
         return self._call_format is not None
 
-    def call_ids(self, seed: str) -> CallIds:
-        """Return the IDs of the calls in one text; equal seeds give equal IDs."""
-        return CallIds(self._call_format.new_id if self._call_format else openai_call_id, seed)
+    def call_ids(self, seed: str, messages: Sequence[Mapping[str, Any]] | None) -> CallIds:
+        """Return the IDs of the calls in one text after `messages`; equal seeds give equal IDs."""
+
+        def find_earlier() -> Iterator[str]:
+            # A conversation beside given token ids is not verified.
+            for message in messages or ():
+                calls = message.get("tool_calls")
+                for call in calls if isinstance(calls, list) else ():
+                    if isinstance(call, dict) and isinstance(call.get("id"), str):
+                        yield call["id"]
+
+        create = self._call_format.new_id if self._call_format else openai_call_id
+        return CallIds(create, seed, find_earlier)
 
     def new_tool_parser(self, functions: Mapping[str, Parameters], call_ids: CallIds) -> CallParser:
         """Return a parser for the calls of these functions in one answer.

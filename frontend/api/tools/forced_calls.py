@@ -45,9 +45,9 @@ class NamedCall:
     Arguments are JSON. Any other text, such as reasoning that was cut off, does not begin a call.
     """
 
-    def __init__(self, name: str, new_id: CallIds, *, is_input: bool = False) -> None:
+    def __init__(self, name: str, call_ids: CallIds, *, is_input: bool = False) -> None:
         self._name = name
-        self._new_id = new_id
+        self._call_ids = call_ids
         self._is_input = is_input
         self._started = False
 
@@ -62,14 +62,14 @@ class NamedCall:
         if not text:
             return []
         self._started = True
-        return [ToolCallDelta(0, self._new_id(), self._name, text)]
+        return [ToolCallDelta(0, self._call_ids.next_id(self._name), self._name, text)]
 
 
 class RequiredCalls:
     """A text of the form `[{"name": ..., "parameters": {...}}, ...]`, with any white space."""
 
-    def __init__(self, new_id: CallIds) -> None:
-        self._new_id = new_id
+    def __init__(self, call_ids: CallIds) -> None:
+        self._call_ids = call_ids
         self._index = -1
         self._nesting = 0
         self._in_string = False
@@ -94,7 +94,9 @@ class RequiredCalls:
                     self._in_arguments = True
                     self._index += 1
                     name = _name_in(self._header)
-                    deltas.append(ToolCallDelta(self._index, self._new_id(), name, ""))
+                    deltas.append(
+                        ToolCallDelta(self._index, self._call_ids.next_id(name), name, "")
+                    )
                     piece_start = position
             elif character in "]}":
                 self._nesting -= 1

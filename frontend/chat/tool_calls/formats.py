@@ -18,12 +18,14 @@ from .syntax import (
     TaggedNotation,
 )
 from .tagged_arguments import Tags
-from .tools import mistral_call_id
+from .tools import NewId, kimi_call_id, mistral_call_id, openai_call_id
 
 
-def _sections(opening: str, closing: str, call: NamedCall) -> CallFormat:
+def _sections(
+    opening: str, closing: str, call: NamedCall, new_id: NewId = openai_call_id
+) -> CallFormat:
     """Return a format whose calls have their own markers. Models may omit the opening of a block."""
-    return CallFormat((opening, call.before), (call,), closing)
+    return CallFormat((opening, call.before), (call,), closing, new_id=new_id)
 
 
 def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
@@ -210,8 +212,8 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
             writes_suffix=True,
             after="<|tool_call_argument_begin|>",
             ends=("<|tool_call_end|>",),
-            has_id=True,
         ),
+        new_id=kimi_call_id,
     ),
     "kimi_k3": _sections(
         "<|open|>tools<|sep|>",

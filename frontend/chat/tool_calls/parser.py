@@ -25,7 +25,7 @@ class _State(IntEnum):
 class CallParser:
     """Parses the calls of one text in `format`. `functions` maps names of functions to their parameters.
 
-    `new_id` creates IDs for calls to which the model gives none; None creates random IDs.
+    `call_ids` are the IDs of calls to which the model gives none; None creates random IDs.
 
     A call is emitted once it is certain to be one. Text after an opening marker that is not a call becomes content.
     Whitespace before a call is dropped unless it is between two pieces of content.
@@ -35,10 +35,10 @@ class CallParser:
         self,
         format: CallFormat,
         functions: Mapping[str, Parameters] | None = None,
-        new_id: CallIds | None = None,
+        call_ids: CallIds | None = None,
     ) -> None:
         self.format = format
-        self._new_id = new_id or CallIds(format.new_id)
+        self._call_ids = call_ids or CallIds(format.new_id)
         self._functions = functions or {}
         self._openings = format.openings_with(self._functions)
         self._state = _State.START if format.bare else _State.TEXT
@@ -215,7 +215,7 @@ class CallParser:
 
     def _emit_call(self, name: str, call_id: str | None) -> None:
         self._delta.tool_calls.append(
-            ToolCallDelta(self._num_calls, call_id or self._new_id(), name, "")
+            ToolCallDelta(self._num_calls, self._call_ids.next_id(name, call_id), name, "")
         )
         if self._has_content and not self._calls_in_block:
             text = "".join(self._raw)

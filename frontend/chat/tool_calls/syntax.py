@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
-from random import Random
 from typing import Final, TypeAlias
 
 import msgspec
@@ -15,7 +14,7 @@ from .gemma_arguments import GemmaArguments
 from .json_calls import NAME_AND_ARGUMENTS, CallKeys, JsonArguments, JsonCall
 from .python_calls import PythonCall
 from .tagged_arguments import TaggedArguments, Tags
-from .tools import ArgumentsReader, CallReader, Parameters, openai_call_id
+from .tools import ArgumentsReader, CallReader, NewId, Parameters, openai_call_id
 
 _LONGEST_HEADER: Final = 256
 
@@ -108,7 +107,6 @@ class NamedCall(msgspec.Struct, frozen=True, dict=True):
         is_after_optional: True if models may omit `after`.
         ends: The markers after the arguments.
         writes_suffix: True if a call that a grammar forces must have the suffix.
-        has_id: True if prefix, name and suffix together are the call's ID.
     """
 
     arguments: JsonNotation | GemmaNotation | TaggedNotation | ElementNotation = JsonNotation()
@@ -120,7 +118,6 @@ class NamedCall(msgspec.Struct, frozen=True, dict=True):
     after: str = ""
     is_after_optional: bool = False
     ends: tuple[str, ...] = ()
-    has_id: bool = False
     first: str = ""
 
     @property
@@ -139,9 +136,7 @@ class NamedCall(msgspec.Struct, frozen=True, dict=True):
         after = re.escape(self.after.strip())
         if self.is_after_optional and after:
             after = f"(?:{after})?"
-        return re.compile(
-            rf"\s*{lead}(?P<id>{prefix}(?P<name>[\w.\-/:]*?[\w.\-/]){suffix})\s*{after}\s*"
-        )
+        return re.compile(rf"\s*{lead}{prefix}(?P<name>[\w.\-/:]*?[\w.\-/]){suffix}\s*{after}\s*")
 
     def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
         """Return a reader for one call."""
@@ -182,7 +177,6 @@ class _NamedCallReader:
                 self.rest, self.failed = self._header, True
                 return ""
             self.name = header["name"]
-            self.call_id = header["id"] if self._syntax.has_id else None
             parameters = self._functions.get(self.name, {})
             self._arguments = self._syntax.arguments.reader(self._markers, parameters)
             text = self._header[start:]
@@ -204,14 +198,14 @@ class CallFormat(msgspec.Struct, frozen=True, dict=True):
         closing: The end of a block; None if a block has no marker at its end.
         bare: True if a text that starts with a bracket is a block, even without an opening marker; see `openings_with`
             for blocks within a text.
-        new_id: Creates IDs, from random numbers, for calls to which the model gives none.
+        new_id: Creates IDs for calls to which the model gives none.
     """
 
     openings: tuple[str, ...]
     calls: tuple[CallSyntax, ...]
     closing: str | None = None
     bare: bool = False
-    new_id: Callable[[Random], str] = msgspec.field(default=openai_call_id)
+    new_id: NewId = msgspec.field(default=openai_call_id)
 
     def openings_with(self, functions: Collection[str]) -> tuple[str, ...]:
         """Return the texts that open a block.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -74,12 +74,24 @@ class CallReader(ArgumentsReader, Protocol):
     """The ID that the model writes; None if it writes none."""
 
 
-def openai_call_id(source: random.Random) -> str:
+NewId: TypeAlias = Callable[[random.Random, str, int], str]
+"""Creates an ID from random numbers, the name of the function, and the number of the call in the conversation."""
+
+
+def openai_call_id(source: random.Random, name: str, number: int) -> str:
     """Return an ID in OpenAI's format."""
     return f"call_{source.getrandbits(96):024x}"
 
 
-def mistral_call_id(source: random.Random) -> str:
+def kimi_call_id(source: random.Random, name: str, number: int) -> str:
+    """Return an ID with the function and the number, because templates of Kimi K2 show calls by their IDs only.
+
+    The model itself often begins again with number 0.
+    """
+    return f"functions.{name}:{number}"
+
+
+def mistral_call_id(source: random.Random, name: str, number: int) -> str:
     """Return an ID of nine letters and digits, because Mistral's templates reject others."""
     return "".join(source.choices(string.ascii_letters + string.digits, k=9))
 
@@ -87,21 +99,31 @@ def mistral_call_id(source: random.Random) -> str:
 class CallIds:
     """Creates the IDs of the calls in one text.
 
-    With a seed, such as the ID of the answer, the same text gets the same IDs wherever it is parsed.
+    With a seed, such as the ID of the answer, the same text gets the same IDs wherever it is parsed. `find_earlier`
+    returns the IDs of the calls before the text in its conversation, which are not used again.
     """
 
     def __init__(
         self,
-        create: Callable[[random.Random], str] = openai_call_id,
+        create: NewId = openai_call_id,
         seed: str | None = None,
+        find_earlier: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._create = create
         self._seed = seed
+        self._find_earlier = find_earlier
         self._source: random.Random | None = None
+        self._used: set[str] = set()
 
-    def __call__(self) -> str:
-        """Return the next ID."""
+    def next_id(self, name: str, written: str | None = None) -> str:
+        """Return the ID of the next call, which is that the model has `written` unless an earlier call has it."""
         if self._source is None:
             # Most texts have no calls, and creating a random generator takes some time.
             self._source = random.Random(self._seed)
-        return self._create(self._source)
+            self._used.update(self._find_earlier())
+        number, found = len(self._used), written
+        while not found or found in self._used:
+            found = self._create(self._source, name, number)
+            number += 1
+        self._used.add(found)
+        return found

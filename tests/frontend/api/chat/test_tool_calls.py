@@ -257,6 +257,34 @@ def test_a_strict_tool_needs_a_valid_schema(
     assert "get_weather is not a json_schema that can be compiled" in error["message"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_ids_of_kimi_k2_continue_those_of_the_conversation(choice: object) -> None:
+    mark = "<|tool_call_begin|>functions.%s<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    written = "".join(mark % call for call in ("get_weather:0", "get_time:1"))
+    texts = {"auto": f"<|tool_calls_section_begin|>{written}", "required": CALLS}
+    text = texts[choice] if isinstance(choice, str) else ARGUMENTS
+    earlier = {"id": "functions.get_weather:0", "type": "function"}
+    earlier["function"] = {"name": "get_weather", "arguments": ARGUMENTS}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [earlier]},
+        {"role": "tool", "content": "It rains.", "tool_call_id": earlier["id"]},
+        {"role": "user", "content": text},
+    ]
+    wanted = ["functions.get_weather:1", "functions.get_time:2"]
+    with FrontendProcess(tool_call_parser="kimi_k2") as frontend:
+        fields: dict[str, Any] = {"tools": [WEATHER, TIME], "tool_choice": choice}
+        fields["max_tokens"] = len(frontend.tokenizer.encode(text))
+        response = frontend.post(CHAT, messages=messages, **fields)
+        message = response.json()["choices"][0]["message"]
+        ids = [call["id"] for call in message["tool_calls"]]
+        assert ids == (wanted if isinstance(choice, str) else wanted[:1])
+        response = frontend.post(CHAT, messages=messages, stream=True, **fields)
+        pieces = [event["choices"][0]["delta"] for event in sse_events(response.text)]
+        calls = [call for piece in pieces for call in piece.get("tool_calls") or ()]
+        assert [call["id"] for call in calls if call.get("id")] == ids
+
+
 def test_custom_tools_can_be_called_automatically(frontend: FrontendProcess) -> None:
     command = 'ls "a b"\n'
     text = "Hm. " + hermes(("shell", {"input": command}), ("get_time", {}), ("shell", {"c": "ls"}))
