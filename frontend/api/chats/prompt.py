@@ -74,7 +74,14 @@ async def render_chat(
     Raises:
         APIError: The request does not fit the template, or the prompt is too long (400).
     """
-    template = await _find_template(serving, request.chat_template, bool(tools))
+    own_kwargs = dict(request.chat_template_kwargs or {})
+    own_template = request.chat_template
+    # vLLM's clients may send the template among its variables.
+    template_param = "chat_template"
+    if own_template is None and "chat_template" in own_kwargs:
+        template_param = "chat_template_kwargs.chat_template"
+        own_template = expect(own_kwargs.pop("chat_template"), str, template_param, "a string")
+    template = await _find_template(serving, own_template, template_param, bool(tools))
     if tools and not template.shows_tools:
         logger.warning(
             "the chat template ignores tools, so the model does not see the %d tools of this request; "
@@ -102,7 +109,7 @@ async def render_chat(
                 messages, media = await serving.media.take(messages, body_size, options)
             except ParameterError as error:
                 raise bad_request(error.param, error.problem) from None
-        kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
+        kwargs = (template_kwargs or {}) | own_kwargs
         verify_template_kwargs(kwargs)
         continue_final = bool(request.continue_final_message)
         add_generation_prompt = request.add_generation_prompt
@@ -158,8 +165,10 @@ def video_hashes(media: Sequence[Any]) -> frozenset[bytes]:
     return frozenset(part.content_hash for part in chain.from_iterable(videos))
 
 
-async def _find_template(serving: Serving, given: str | None, with_tools: bool) -> ChatTemplate:
-    """Return the template that a request brings, or that of the model.
+async def _find_template(
+    serving: Serving, given: str | None, param: str, with_tools: bool
+) -> ChatTemplate:
+    """Return the template that a request brings in the field `param`, or that of the model.
 
     Raises:
         APIError: The server does not accept templates from requests, the template is not valid, or the model has none
@@ -167,7 +176,6 @@ async def _find_template(serving: Serving, given: str | None, with_tools: bool) 
     """
     if given is None:
         return serving.chat_template(with_tools)
-    param = "chat_template"
     if not serving.config.frontend.trust_request_chat_template:
         raise bad_request(
             param, "needs a server that was started with --trust-request-chat-template"
