@@ -259,21 +259,19 @@ class Responses(ChatCompletions):
         run: BackgroundRun | Turn | None = answer.request.run
         if run is not None:
             run.accept(group)
-        if answer.exchange.only_prepares:
-            await wait_for_end(group, asgi.receive)
-            response = answer.without_output(read_outputs(group))
-            await self._end(answer.exchange, response, run)
-            await send_events(repeat_events(response, 0), asgi)
-            return
-        if answer.request.stream:
+        only_prepares = answer.exchange.only_prepares
+        if answer.request.stream and not only_prepares:
             await self._send_events(answer, answer.chunks(), group, asgi)
             return
         await wait_for_end(group, asgi.receive)
+        finish = answer.without_output if only_prepares else answer.whole
         response = await self._serving.executor.run(
-            group.weight, lambda: answer.whole(read_outputs(group))
+            group.weight, lambda: finish(read_outputs(group))
         )
         await self._end(answer.exchange, response, run)
-        if run is None:
+        if answer.request.stream:
+            await send_events(repeat_events(response, 0), asgi)
+        elif run is None:
             await json_response(response)(*asgi)
 
     async def _send_events(

@@ -43,7 +43,10 @@ RETENTIONS: Final = {"in_memory": "in_memory", "in-memory": "in_memory", "24h": 
 """`prompt_cache_retention` in a request -> its value in the response. It has no effect."""
 
 CACHE_OPTIONS: Final = {"mode": ("implicit", "explicit"), "ttl": ("30m", "12h")}
-"""The values of each of `prompt_cache_options`, the default first. They have no effect."""
+"""The values of each of `prompt_cache_options`, the default first. They have no effect.
+
+`prewarm` is not among them: a response repeats the others.
+"""
 
 _rename: Final = renamer(
     {
@@ -88,6 +91,8 @@ class Exchange:
     @property
     def only_prepares(self) -> bool:
         """True if the client wants no output yet: only its prompt is computed, so that the next response is fast."""
+        if (self.body.prompt_cache_options or {}).get("prewarm") is True:
+            return True
         return isinstance(self.body, ResponseCreateRequest) and self.body.generate is False
 
     @property
@@ -156,6 +161,8 @@ def _verify_cache_fields(body: ResponseFields) -> None:
     for (name, value), choices in zip(values.items(), allowed, strict=True):
         if value is not None and value not in choices:
             raise wrong(name, " or ".join(f'"{choice}"' for choice in choices), value)
+    if options.get("prewarm") is not None:
+        expect(options["prewarm"], bool, "prompt_cache_options.prewarm", "a boolean")
 
 
 def _prompt_fields(
@@ -188,6 +195,7 @@ def _prompt_fields(
     return {
         "model": body.model,
         "messages": builder.messages,
+        "continue_final_message": _is_partial(items) or None,
         "tools": tools or None,
         "loaded_tools": frozenset(each.model_name for each in placed if each.is_in_output),
         "tool_choice": choice,
@@ -201,6 +209,16 @@ def _prompt_fields(
         "media_io_kwargs": body.media_io_kwargs,
         "use_audio_in_video": body.use_audio_in_video,
     }
+
+
+def _is_partial(items: list[Json]) -> bool:
+    """Return whether the last item is a text that the model has begun, which the answer then continues."""
+    if not items or items[-1].get("status") not in ("in_progress", "incomplete"):
+        return False
+    last = items[-1]
+    if last["type"] != "message" or last.get("role") != "assistant":
+        return False
+    return any(part.get("text") for part in last["content"][-1:])
 
 
 def verify_include(query: QueryParams) -> None:
@@ -226,12 +244,19 @@ def _verify(body: ResponsesRequest) -> None:
         _verify_includable(f"include[{i}]", name)
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
         raise wrong("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}", body.top_logprobs)
-    for name, low in (("max_output_tokens", 1), ("max_tool_calls", 1)):
+    for name, low in (("max_output_tokens", 1), ("max_tool_calls", 0)):
         value = getattr(body, name)
         if value is not None and value < low:
             raise wrong(name, f"at least {low}", value)
     if body.stream_options and not body.stream:
         raise bad_request("stream_options", "is only allowed with stream=true")
+    form = (body.text or {}).get("format")
+    if body.structured_outputs and isinstance(form, dict) and form.get("type") != "text":
+        raise bad_request("structured_outputs", "cannot be combined with text.format")
+    compression = (body.image or {}).get("context_compression")
+    if compression not in (None, "auto", "disabled"):
+        expected = '"auto" or "disabled", because this server does not compress images'
+        raise wrong("image.context_compression", expected, compression)
     if body.background and body.store is False:
         raise bad_request("background", "can only be used when `store` is true")
     verify_metadata(body.metadata)

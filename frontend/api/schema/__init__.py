@@ -166,7 +166,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     # Accepted because clients send them; they have no effect.
     ignored: ClassVar[str] = (
         "service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-        "prompt_cache_options moderation custom_labels session_id "
+        "prompt_cache_options custom_labels session_id "
         "spaces_between_special_tokens guided_decoding_backend"
     )
 
@@ -175,7 +175,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     # Rejected (see `refused.py`), because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
         "logits_processors vllm_xargs mm_processor_kwargs custom_logit_processor "
-        "mirostat suffix "
+        "mirostat moderation suffix "
         "prompt_embeds early_stopping return_weight_versions "
         "return_spec_tokens_details images_config watermark watermarking media_io_kwargs "
         "ec_transfer_params return_routed_experts custom_params "

@@ -22,6 +22,7 @@ _PROBLEMS: Final[dict[str, str]] = {
     "custom_logit_processor": "is not supported; use logit_bias",
     "suffix": "is not supported in chats; use /v1/completions",
     "prompt_embeds": "is not supported in chats; use /v1/completions",
+    "moderation": "is not supported; this server does not moderate",
     "system": "is not supported; send it with a request",
     "template": "is not supported; start the server with --chat-template",
     "web_search_options": "is not supported; this server does not search the web",

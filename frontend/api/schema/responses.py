@@ -26,7 +26,9 @@ class ResponseFields(CommonFields, kw_only=True):
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     truncation: str | None = None
-    # Repeated in the answer; the prefixes of all prompts are cached.
+    # Its `context_compression` may not be "enabled".
+    image: dict[str, Any] | None = None
+    # Repeated in the answer; the prefixes of all prompts are cached. `prewarm` asks for no answer.
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
@@ -39,7 +41,7 @@ class ResponseFields(CommonFields, kw_only=True):
     rejected: ClassVar[str] = "prompt"
 
     # Accepted because clients send them; they have no effect.
-    ignored: ClassVar[str] = "access_programs client_metadata image personality service_tier"
+    ignored: ClassVar[str] = "access_programs client_metadata personality service_tier"
 
 
 class InputTokensRequest(ResponseFields, kw_only=True):
@@ -75,16 +77,14 @@ class ResponsesRequest(ResponseFields, kw_only=True):
 
     # Rejected, because an answer that ignores them would be wrong.
     rejected: ClassVar[str] = (
-        "context_management vllm_xargs previous_response "
+        "context_management moderation vllm_xargs previous_response "
         "previous_input_messages include_reasoning "
         "ec_transfer_params watermarking bootstrap_host "
         "bootstrap_port bootstrap_room disagg_prefill_dp_rank"
     )
 
     # Accepted because clients send them; they have no effect.
-    ignored: ClassVar[str] = (
-        "background_options session_id moderation spaces_between_special_tokens"
-    )
+    ignored: ClassVar[str] = "background_options session_id spaces_between_special_tokens"
 
 
 class ResponseCreateRequest(ResponsesRequest, kw_only=True):

@@ -167,7 +167,8 @@ class McpTurns:
         self._output = McpOutput(exchange.response_id, self._tools)
         self._usage: Json = {}
         self._num_calls = 0
-        self._max_calls = min(body.max_tool_calls or MAX_CALLS, MAX_CALLS)
+        wanted = MAX_CALLS if body.max_tool_calls is None else body.max_tool_calls
+        self._max_calls = min(wanted, MAX_CALLS)
 
     async def run(self, write: Write, on_begin: Callable[[], None] = lambda: None) -> Json:
         """Return the finished response. `on_begin` is called once the engine has accepted the first turn.

@@ -273,7 +273,7 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
             refused = strict.post(path, custom_params={"a": 1}, **prompt)
             assert error_of(refused)["param"] == "custom_params"
         known = {"user": "ann", "top_k": 3, "prompt_cache_retention": "24h", "request_id": "r"}
-        known |= {"prompt_cache_options": {"ttl": "5m"}, "moderation": {"mode": "x"}}
+        known |= {"prompt_cache_options": {"ttl": "5m"}, "session_id": "s"}
         assert strict.complete(PROMPT, max_tokens=1, **known)["choices"]
 
 

@@ -246,6 +246,8 @@ def test_limits_end_the_calls(client: openai.OpenAI, weather: WeatherServer) -> 
         "the response has its limit of calls, 1",
     ]
     weather.calls.clear()
+    none = client.responses.create(**fields | {"input": calls}, max_tool_calls=0)
+    assert not weather.calls and not any(item.type == "mcp_call" for item in none.output)
     forced = client.responses.create(
         **fields | {"input": '{"city": "Bergen"}'},
         tool_choice={"type": "mcp", "server_label": LABEL, "name": "forecast"},

@@ -280,6 +280,22 @@ def test_shells_in_containers_are_refused(frontend: FrontendProcess) -> None:
         ({"truncation": "some"}, "truncation", "auto"),
         ({"prompt_cache_retention": "1w"}, "prompt_cache_retention", "24h"),
         ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl", "30m"),
+        ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm", "a boolean"),
+        ({"max_tool_calls": -1}, "max_tool_calls", "at least 0"),
+        ({"moderation": {"model": "m"}}, "moderation", "does not moderate"),
+        (
+            {"image": {"context_compression": "enabled"}},
+            "image.context_compression",
+            "does not compress",
+        ),
+        (
+            {
+                "structured_outputs": {"choice": ["a"]},
+                "text": {"format": {"type": "json_object"}},
+            },
+            "structured_outputs",
+            "combined with text.format",
+        ),
         ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
         ({"conversation": "a", "previous_response_id": "b"}, "previous_response_id", "combined"),
         ({"background": True, "store": False}, "background", "store"),
