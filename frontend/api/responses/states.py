@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Any, Final
 
-from ...http.errors import APIError, bad_request, echo
+from ...http.errors import APIError, bad_request, echo, renamer, renaming
 from ...store.client import StoreClient
 from ..bodies.request_memory import RequestMemory
 from ..files.storage import FileStorage
@@ -134,7 +134,8 @@ class ResponseStates:
         if any(item["type"] == "item_reference" for item in items):
             items = [await self._resolve(item, i, owner, kept) for i, item in enumerate(items)]
         if conversation is not None:
-            return await self._conversation_items(conversation, owner), items
+            with renaming(renamer({"id": "conversation"})):
+                return await self._conversation_items(conversation, owner), items
         previous = body.previous_response_id
         if previous is None:
             return [], items
@@ -151,7 +152,8 @@ class ResponseStates:
         files: dict[str, tuple[str, bytes]] = {}
         num_bytes = 0
         for identifier in sorted(find_files(items)):
-            file = await self._files.get(identifier, owner)
+            with renaming(renamer({"id": "input"})):
+                file = await self._files.get(identifier, owner)
             num_bytes += file["bytes"]
             if num_bytes > self._max_bytes:
                 raise bad_request(

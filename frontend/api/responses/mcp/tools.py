@@ -124,6 +124,9 @@ def _parse(tool: Json, where: str, servers: Mapping[str, str]) -> McpTool:
     given = tool.get("allowed_tools")
     chosen = given if isinstance(given, dict) else {"tool_names": given}
     names = _names(chosen, f"{where}.allowed_tools")
+    if names is not None and "*" in names:
+        # vLLM's name of all tools.
+        names = None
     approvals = _parse_approvals(tool.get("require_approval"), f"{where}.require_approval")
     return McpTool(where, label, url, headers, names, bool(chosen.get("read_only")), approvals)
 

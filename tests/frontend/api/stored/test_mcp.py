@@ -297,6 +297,11 @@ def test_only_chosen_tools_are_shown(client: openai.OpenAI) -> None:
             model=MODEL, input=call("weather__wait", {"seconds": 0}), tools=[chosen]
         )
         assert "mcp_call" not in [item.type for item in answer.output]
+    every: Any = TOOL | {"allowed_tools": ["*"]}
+    answer = client.responses.create(
+        model=MODEL, input=call("weather__wait", {"seconds": 0}), tools=[every]
+    )
+    assert "mcp_call" in [item.type for item in answer.output]
 
 
 SERVER: dict[str, Any] = {"type": "url", "name": LABEL, "authorization_token": "secret"}

@@ -104,3 +104,21 @@ def test_templates_among_variables_are_refused_without_trust(frontend: FrontendP
     error = answer.json()["error"]
     assert error["param"] == "chat_template_kwargs.chat_template"
     assert "--trust-request-chat-template" in error["message"]
+
+
+FILE = {"type": "input_file", "file_id": "file_1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"input": [{"role": "user", "content": [FILE]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+    ],
+)
+def test_errors_name_the_field_of_a_missing_object(
+    frontend: FrontendProcess, fields: dict[str, Any], param: str
+) -> None:
+    answer = frontend.http.post("/v1/responses", json={"input": "Hi"} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, param)
