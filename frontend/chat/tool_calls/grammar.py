@@ -15,6 +15,7 @@ from ....protocol.grammars.expressions import any_of, json_expression
 from ....protocol.grammars.json_schema import Schema, relocate_references
 from ...tokenizer.tokenizer import Tokenizer
 from .json_calls import CallKeys
+from .strict_values import Value, named_properties
 from .syntax import (
     CallFormat,
     ElementNotation,
@@ -55,8 +56,8 @@ def call_rules(
 ) -> str:
     """Return the rule `calls` and its dependencies: one call of the named functions, or several if `parallel`.
 
-    The arguments of a function match its schema in `schemas` if the format writes them in JSON. All others may be any
-    object.
+    The arguments of a function match its schema in `schemas` if the format writes them in JSON. Between tags, they have
+    the properties of the schema in its order, and values of their types. All others may be any object.
     """
     return _Rules(names, tokenizer, parallel, schemas or {}).calls(format)
 
@@ -140,11 +141,11 @@ class _Rules:
         for syntax in format.calls:
             match syntax:
                 case JsonObject(keys):
-                    bodies += self._json_objects(keys)
+                    bodies += self._json_objects(keys, is_bare=format.bare)
                 case PythonExpression():
                     bodies += self._python_calls()
                 case NamedCall():
-                    bodies += self._named_calls(syntax)
+                    bodies += self._named_calls(syntax, format.closing)
         rest = f"SPACE? ({' | '.join(bodies)})"
         if format.closing is not None:
             rest += f" (SPACE? {self._mark(format.closing)})?"
@@ -194,7 +195,7 @@ class _Rules:
             parts.append(json.dumps(part) if token_id is None else f"<[{token_id}]>")
         return parts if any(part.startswith("<[") for part in parts) else [json.dumps(text)]
 
-    def _json_objects(self, keys: CallKeys) -> list[str]:
+    def _json_objects(self, keys: CallKeys, *, is_bare: bool) -> list[str]:
         shapes: list[Schema] = []
         for names, schema in self._groups():
             head: dict[str, Any] = {keys.id: _NUMBER_ID} if keys.id else {}
@@ -209,10 +210,9 @@ class _Rules:
         if not self._parallel:
             array["maxItems"] = 1
         # Not `one | list`: llguidance panics where two JSON grammars may begin after a text with a token limit.
-        self._rules += [
-            f"one: {json_expression({'anyOf': shapes})}",
-            f"one_or_list: {json_expression({'anyOf': [*shapes, array]})}",
-        ]
+        if is_bare:
+            self._rules.append(f"one: {json_expression({'anyOf': shapes})}")
+        self._rules.append(f"one_or_list: {json_expression({'anyOf': [*shapes, array]})}")
         return ["one_or_list"]
 
     def _groups(self) -> Iterator[tuple[list[str], Schema]]:
@@ -233,7 +233,7 @@ class _Rules:
         ]
         return ["python_calls"]
 
-    def _named_calls(self, call: NamedCall) -> list[str]:
+    def _named_calls(self, call: NamedCall, closing: str | None) -> list[str]:
         before = f"{self._mark(call.prefix)} " if call.prefix else ""
         after = f" /{call.suffix}/" if call.writes_suffix else ""
         if call.after:
@@ -249,7 +249,7 @@ class _Rules:
             case GemmaNotation(quote):
                 self._gemma_arguments(quote)
             case TaggedNotation(tags):
-                self._tagged_arguments(tags)
+                arguments = self._tagged_arguments(tags, closing)
             case ElementNotation() as notation:
                 self._elements(notation)
         calls = (
@@ -272,18 +272,55 @@ class _Rules:
             *_PYTHON_VALUES.splitlines()[-2:],
         ]
 
-    def _tagged_arguments(self, tags: Tags) -> None:
-        types = [text for text, _ in tags.typed]
-        attributes = f"({' | '.join(map(json.dumps, types))}) " if types else ""
-        value_before = f"SPACE? {self._mark(tags.value_before)} " if tags.value_before else ""
+    def _tagged_arguments(self, tags: Tags, closing: str | None) -> dict[str, list[str]]:
+        """Return the rules of arguments between tags, each with the names of its functions."""
         end = f" SPACE? {self._mark(tags.end)}" if tags.end else ""
         start = f"{self._mark(tags.start)} SPACE? " if tags.start else ""
-        self._rules += [
-            f"arguments: {start}(argument (SPACE? argument)*)?{end}",
-            f"argument: {self._mark(tags.key_before)} KEY {attributes}{self._mark(tags.key_after)} "
-            f"{value_before}({self.text_to([tags.value_end])})",
-            r'KEY: /[^<>"\n]{1,128}/',
+        text = f"({self.text_to([tags.value_end])})"
+        rules: dict[str, list[str]] = {}
+        free: list[str] = []
+        for names, schema in self._groups():
+            if (properties := named_properties(schema)) is None:
+                free += names
+                continue
+            required = schema.get("required") or ()
+            items = []
+            for name, value in properties.items():
+                item = self._tagged_item(tags, json.dumps(name), value, text)
+                items.append(f"SPACE? {item}" if name in required else f"(SPACE? {item})?")
+            rule = f"arguments_{len(rules)}"
+            # Otherwise more arguments could follow as text.
+            last = end or (f" SPACE? {self._mark(closing)}" if closing else "")
+            self._rules.append(f"{rule}: {start}{' '.join(items)}{last}")
+            rules[rule] = names
+        if free:
+            rules["arguments"] = free
+            item = self._tagged_item(tags, "KEY", Value(), text)
+            self._rules += [
+                f"arguments: {start}(argument (SPACE? argument)*)?{end}",
+                f"argument: {item}",
+                r'KEY: /[^<>"\n]{1,128}/',
+            ]
+        return rules
+
+    def _tagged_item(self, tags: Tags, key: str, value: Value, text: str) -> str:
+        """Return an expression for one argument. `text` is one for any value with the tag after it."""
+        kinds = [
+            attribute for attribute, is_string in tags.typed if value.is_string in (None, is_string)
         ]
+        attributes = f"({any_of(kinds)}) " if kinds else ""
+        before = f"SPACE? {self._mark(tags.value_before)} " if tags.value_before else ""
+        if value.choices:
+            written = f"({any_of(value.choices)})"
+        elif value.schema is not None:
+            written = f"value_{len(self._rules)}"
+            self._rules.append(f"{written}: {json_expression(_copy(value.schema))}")
+        else:
+            written = ""
+        if written:
+            text = f"SPACE? {written} SPACE? {self._mark(tags.value_end)}"
+        after = self._mark(tags.key_after)
+        return f"{self._mark(tags.key_before)} {key} {attributes}{after} {before}{text}"
 
     def _elements(self, notation: ElementNotation) -> None:
         mark, text = self._mark(notation.mark), self.text_to([notation.mark])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine.frontend.chat import FORMATS, CallParser, call_rules, reasoning_parser, text_or_calls
+from engine.frontend.chat.tool_calls.syntax import NamedCall, TaggedNotation
 from engine.protocol.grammars.grammar import grammar_text
 from engine.protocol.grammars.json_schema import Schema
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
@@ -255,3 +256,69 @@ def test_arguments_in_json_match_the_schema_of_their_function(name: str) -> None
             assert not may_write(grammar, write(function, '{"day": "today"}'))
             assert not may_write(grammar, write(function, '{"day": "monday", "hour": 5}'))
         assert may_write(grammar, write("get_weather", '{"day": 1}'))
+
+
+def of_properties(*required: str, **properties: Any) -> Schema:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+        "$defs": {"Count": {"type": "integer", "minimum": 1}},
+    }
+
+
+TAGGED = [
+    name
+    for name in CALLS
+    if isinstance(call := FORMATS[name].calls[0], NamedCall)
+    and isinstance(call.arguments, TaggedNotation)
+    and name not in ("seed_oss", "deepseek_v4")  # Their examples have no arguments.
+]
+ENUM = {"type": "string", "enum": ["b", "x", "other"]}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_arguments_between_tags_have_the_properties_of_the_schema(name: str) -> None:
+    text, string = CALLS[name] % "f", {"type": "string"}
+
+    def allows(schema: Schema) -> bool:
+        options: Any = {"parallel": True, "schemas": {"f": schema}}
+        grammar = text_or_calls(FORMATS[name], ["f", "g"], TOKENIZER, **options)
+        assert may_write(grammar, CALLS[name] % "g")
+        return may_write(grammar, text)
+
+    assert allows(of_properties("a", a=string)) and allows(of_properties(b=string, a=string))
+    assert not allows(of_properties("b", b=string)) and not allows(of_properties())
+    assert not allows(of_properties("a", "b", a=string, b=string))
+    assert not allows(of_properties("a", a={"$ref": "#/$defs/Count"}))
+    # The examples of these two have other text around the value.
+    if name not in ("qwen3_coder", "kimi_k3"):
+        assert allows(of_properties("a", a=ENUM))
+    assert not allows(of_properties("a", a={"type": "string", "enum": ["c"]}))
+    assert allows(of_properties("a", a={"anyOf": [string, {"type": "null"}]}))
+
+
+CODER = "<tool_call>\n<function=f>\n<parameter=%s>\n%s\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("call", "is_allowed"),
+    [
+        (CODER % ("n", "5"), True),
+        (CODER % ("n", "0"), False),
+        (CODER % ("n", "five"), False),
+        (CODER % ("n", '5\n</parameter>\n<parameter=list>\n["a",\n "b"]'), True),
+        (CODER % ("n", '5\n</parameter>\n<parameter=list>\n["c"]'), False),
+        (CODER % ("list", '["a"]'), False),
+        (CODER % ("n", "5\n</parameter>\n<parameter=day>\ntomorrow"), True),
+        (CODER % ("n", "5\n</parameter>\n<parameter=day>\nmonday"), False),
+    ],
+)
+def test_values_between_tags_match_their_schemas(call: str, is_allowed: bool) -> None:
+    days = {"type": "string", "enum": ["today", "tomorrow"]}
+    items = {"type": "array", "items": {"enum": ["a", "b"]}}
+    schema = of_properties("n", n={"$ref": "#/$defs/Count"}, list=items, day=days)
+    format = FORMATS["qwen3_coder"]
+    rules = call_rules(format, ["f"], TOKENIZER, parallel=True, schemas={"f": schema})
+    assert may_write(f"start: calls\n{rules}", call) == is_allowed
