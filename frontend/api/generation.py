@@ -276,6 +276,13 @@ def verify_priority(priority: int | None) -> int:
     return priority or 0
 
 
+def verify_image(serving: Serving, inputs: Sequence[EncoderInput]) -> None:
+    """Raise APIError (400) if a prompt needs an image and has no encoder input."""
+    images = serving.config.model.images
+    if images is not None and images.is_required and not inputs:
+        raise APIError(400, "the model needs an image in each prompt; add one")
+
+
 async def submit(
     serving: Serving,
     request: GenerationRequest | PoolingFields,
@@ -344,11 +351,9 @@ async def sequence_requests(
         if isinstance(request, GenerationRequest):
             name = request.sent_name(name)
         raise bad_request(name, "must not be empty; omit it to share the cache")
-    images = serving.config.model.images
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
-        if images is not None and images.is_required and not prompt.encoder_inputs:
-            raise APIError(400, "the model needs an image in each prompt; add one")
+        verify_image(serving, prompt.encoder_inputs)
         num_before = len(sequences)
         chosen = prompt.lora or lora
         sequences += (

@@ -37,6 +37,7 @@ _SHORT: Final = {
         "{{ bos_token }}" + _CONTENTS,
     ),
     "git": _CAPTIONS.strip(),
+    "instructblip": _CAPTIONS.strip(),
     **dict.fromkeys(("nougat", "pp_formulanet", "trocr"), _IMAGES.strip()),
 }
 """Model type -> the template."""

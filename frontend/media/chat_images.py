@@ -221,6 +221,7 @@ class ChatImages(ChatMedia):
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
         self._stands_alone = config.model.images.stands_alone
+        self._precedes_prompt = config.model.images.precedes_prompt
 
     def _take(
         self, messages: Sequence[Any], options: MediaOptions
@@ -293,6 +294,8 @@ class ChatImages(ChatMedia):
         if self._stands_alone:
             return "", *self._places.place_alone(text, images)
         images = self._places.in_order(text, images)
+        if self._precedes_prompt:
+            return self._places.place_before(text, images, encode)
         text, token_ids = encode(self._places.expand(text, images))
         token_ids = self._places.complete(token_ids, images)
         return text, token_ids, self._places.inputs(token_ids, images)

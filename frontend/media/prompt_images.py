@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -18,6 +18,7 @@ from ...protocol.errors import ConfigError, ParameterError, counted
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer.tokenizer import Tokenizer
 from .canvas import with_places
+from .instructions import Instructions
 from .media_reader import MAX_POSITION, PreparedImage, ReaderConfig, num_places
 
 
@@ -132,6 +133,11 @@ class PromptImages:
             texts = (config.start, config.end, config.slice_start, config.slice_end)
             ids = (tokenizer.token_to_id(text) for text in texts if text)
             self._canvas_marks = {config.newline_id, *(id_ for id_ in ids if id_ is not None)}
+        self._instructions: Instructions | None = None
+        if config.instruction_tokenizer:
+            self._instructions = Instructions(
+                config.instruction_tokenizer, config.max_instruction_tokens
+            )
         self.reader_config = ReaderConfig(
             config, videos, token, token_of_video, around, max_outputs
         )
@@ -151,6 +157,25 @@ class PromptImages:
                 "must have one image or a text, because this model embeds both separately",
             )
         return [self._config.token_id], [msgspec.structs.replace(inputs[0], position=0)]
+
+    def place_before(
+        self,
+        text: str,
+        images: Sequence[PreparedImage],
+        encode: Callable[[str], tuple[str, Sequence[int]]],
+    ) -> tuple[str, list[int], list[EncoderInput]]:
+        """Return the text, tokens and encoder inputs of a prompt whose images precede what `encode` returns.
+
+        Raises:
+            ParameterError: The text is too long for the encoder.
+        """
+        text, token_ids = encode(self._place.sub("", text))
+        inputs = [item for image in images for item in image.inputs]
+        placed = [self._config.token_id] * sum(map(num_places, inputs))
+        inputs = self.inputs(placed, images)
+        if self._instructions is not None:
+            inputs = self._instructions.add_text(inputs, text)
+        return "".join((*(image.text for image in images), text)), [*placed, *token_ids], inputs
 
     def in_order(self, text: str, images: Sequence[PreparedImage]) -> Sequence[PreparedImage]:
         """Return images and videos in the order of their places in a prompt.

@@ -45,7 +45,7 @@ IGNORED_FILES = ("*/*", _MISTRAL_FILES, _LANGUAGE_FILES)
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
 _NESTED_FILE = re.compile(
     r"\d+_\w+/(config\.json|model\.safetensors)|additional_chat_templates/[^/]+\.jinja"
-    r"|adapters/[^/]+/adapter_(config\.json|model\.safetensors)"
+    r"|adapters/[^/]+/adapter_(config\.json|model\.safetensors)|qformer_tokenizer/tokenizer(_config)?\.json"
 )
 # Different versions of huggingface-hub use different HTTP libraries.
 _HTTPError = errors.HTTPError  # type: ignore[attr-defined]

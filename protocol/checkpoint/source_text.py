@@ -239,11 +239,13 @@ def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTe
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    kind = config.text("model_type", "")
+    kind, text = config.text("model_type", ""), config.section("text_config")
+    if kind not in _FAMILIES and text is not None:
+        # A model with a tower may have any decoder (InstructBLIP).
+        kind = text.text("model_type", "")
     family = _FAMILIES.get(kind)
     if family is None or is_t5_encoder(config):
         return None
-    text = config.section("text_config")
     if text is not None:
         config = text.with_values({"model_type": kind})
     fields = config.with_values(

@@ -10,6 +10,9 @@ class QueryFormerSpec(msgspec.Struct, frozen=True):
         size: The number of elements of a query.
         cross_attention_every: The queries attend to the rows in every layer whose index is a multiple of this.
         read_size: The number of elements of a row.
+        max_text_tokens: If not 0, the queries also attend to a text of at most this many tokens, which does not attend
+            to the rows (InstructBLIP, arXiv 2305.06500).
+        vocab_size: The number of tokens that such a text may have.
     """
 
     size: int
@@ -20,3 +23,5 @@ class QueryFormerSpec(msgspec.Struct, frozen=True):
     read_size: int
     activation: str
     norm_eps: float
+    max_text_tokens: int = 0
+    vocab_size: int = 0

@@ -26,6 +26,7 @@ from .convolutional.mobilenet import MobileNetTower
 from .convolutional.swin import SwinTower
 from .grid_tower import GridTower
 from .image_tower import ImageTower, TowerSource
+from .instructed_tower import InstructedTower
 from .patch_tower import PatchTower
 from .query_tower import QueryTower
 from .sam_tower import SamTower
@@ -66,4 +67,6 @@ def make_tower(spec: AnyVisionSpec, source: TowerSource) -> ImageTower:
         return RowsTower(spec, source)
     if spec.has_crops:
         return CropsTower(spec, source)
+    if spec.former is not None and spec.former.max_text_tokens:
+        return InstructedTower(spec, source)
     return VisionTower(spec, source)

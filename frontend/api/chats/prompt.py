@@ -69,7 +69,7 @@ async def render_chat(
     """Apply the chat template and encode the result.
 
     Templates write their own special tokens, so by default the tokenizer adds none. It adds those that are missing
-    in a prompt `for_encoder`.
+    in a prompt `for_encoder`, and in one whose images precede all of its tokens.
 
     Raises:
         APIError: The request does not fit the template, or the prompt is too long (400).
@@ -117,6 +117,8 @@ async def render_chat(
             add_generation_prompt = not continue_final
 
         max_model_len = serving.config.model.max_model_len
+        images = serving.config.model.images
+        is_whole = for_encoder or (images is not None and images.precedes_prompt)
         documents = request.documents
         given = {
             "messages": messages,
@@ -145,7 +147,7 @@ async def render_chat(
             verify_num_characters(len(text), "messages", max_model_len)
 
             def encode(text: str) -> tuple[str, Sequence[int]]:
-                if for_encoder:
+                if is_whole:
                     return serving.special_tokens.encode_whole(text)
                 return serving.special_tokens.encode(text, add_special_tokens)
 

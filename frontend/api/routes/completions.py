@@ -18,7 +18,7 @@ from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ...http.errors import APIError, bad_request
 from ..answer import PromptAnswer
 from ..endpoint import Endpoint, NewAnswer
-from ..generation import PreparedPrompt, matched_stop
+from ..generation import PreparedPrompt, matched_stop, verify_image
 from ..infill import require_infill
 from ..inputs.hidden_states import last_states
 from ..inputs.prompt_embeds import parse_prompt_embeds
@@ -310,6 +310,7 @@ class Completions(Endpoint[CompletionRequest]):
         if inputs:
             truncate = None
         if source is not None and prompt.start_token_ids is not None:
+            verify_image(self._serving, inputs)
             inputs = [source_input(prompt, source, truncate, request.truncation_side)]
             token_ids, truncate = prompt.start_token_ids, None
             params = without_bad_words(params, source)

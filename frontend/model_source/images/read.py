@@ -70,6 +70,7 @@ from .single import (
     square,
     square_between_marks,
     square_for_two,
+    with_instruction,
 )
 from .source import ProcessorSource
 from .tiled.cohere import aya_vision, cohere2_vision
@@ -287,6 +288,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "gemma4": gemma4,
     "gemma4_unified": gemma4_unified,
     "git": single_first,
+    "instructblip": with_instruction,
     "glm4v": resize_pairs,
     "glm4v_moe": resize_pairs,
     "glm46v": resize_pairs,

@@ -21,6 +21,7 @@ from ....protocol.config.images.single import (
     SquareProcessor,
 )
 from ....protocol.config.images.sized import FitProcessor
+from ....protocol.errors import CheckpointError
 from .fields import (
     BICUBIC,
     BILINEAR,
@@ -69,6 +70,23 @@ def single_first(
     """Return the processor of GIT, whose prompts begin with the only image."""
     start = source.special_token("cls_token", "[CLS]")
     return replace(single(source, vision), after_images=start, is_required=True, max_images=1)
+
+
+def with_instruction(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
+    """Return the processor of InstructBLIP, whose Q-Former has a tokenizer of its own."""
+    assert vision.former is not None
+    directory = source.path / "qformer_tokenizer"
+    if not (directory / "tokenizer.json").is_file():
+        raise CheckpointError(directory, "has no tokenizer.json, the tokenizer of the Q-Former")
+    return SquareProcessor(
+        **CLIP_VALUES | source.values(vision, BICUBIC),
+        side=source.tile_side(vision),
+        precedes_prompt=True,
+        instruction_tokenizer=str(directory),
+        max_instruction_tokens=vision.former.max_text_tokens,
+        is_required=True,
+        max_images=1,
+    )
 
 
 def between_image_marks(

@@ -1,4 +1,4 @@
-"""Read the vision towers of Granite 4 Vision, Granite for Docling and BLIP-2, and Q-Formers."""
+"""Read the vision towers of Granite 4 Vision, Granite for Docling, BLIP-2 and InstructBLIP, and Q-Formers."""
 
 from __future__ import annotations
 
@@ -84,6 +84,20 @@ def blip2(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         num_queries=fields.integer("num_query_tokens", 32, maximum=4096),
         tensor_names=_BLIP_NAMES,
     )
+
+
+def instruct_blip(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of InstructBLIP, whose Q-Former reads the text of the prompt, too."""
+    spec = blip2(fields, vision, output_size)
+    assert spec.former is not None
+    queries = fields.first_section("qformer_config")
+    former = replace(
+        spec.former,
+        max_text_tokens=queries.integer("max_position_embeddings", 512, maximum=_MAX_SIZE),
+        vocab_size=queries.integer("vocab_size", 30_522),
+    )
+    names = (r"^(.*\.)?qformer\.embeddings\.layernorm\.", r"\1qformer.layernorm.")
+    return replace(spec, former=former, tensor_names=(names, *spec.tensor_names))
 
 
 def granite4_vision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:

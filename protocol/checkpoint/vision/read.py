@@ -24,7 +24,7 @@ from .deepseek import (
     got_ocr2,
 )
 from .gemma import PatchVisionSpec, gemma3, gemma4, gemma4_unified, paligemma
-from .granite import blip, blip2, granite4_vision, granite_docling
+from .granite import blip, blip2, granite4_vision, granite_docling, instruct_blip
 from .grid import (
     GridVisionSpec,
     exaone4_5,
@@ -198,6 +198,7 @@ READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSp
     "smolvlm": idefics3,
     "inkling2": inkling2,
     "inkling2_loop": inkling2,
+    "instructblip": instruct_blip,
     "interns1": internvl,
     "interns1_pro": interns1_pro,
     "isaac": isaac,

@@ -246,7 +246,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
     * "connector": norms and products of the last layer's features, with fixed positions in between; other parts are a
       norm and two products of the features of other layers (Granite for Docling)
     * "windows": learned queries read windows of patches, several times with other weights (Granite 4 Vision)
-    * "former": the outputs of a Q-Former, which reads the patches and the class token, and a product (BLIP-2)
+    * "former": the outputs of a Q-Former, which reads the patches and the class token, and a product (BLIP-2). In
+      InstructBLIP it reads a text as well
     * "latents": a product of the features, which are first divided by their lengths. Learned queries attend to them and
       to themselves, before another product (Kosmos-2, arXiv 2306.14824)
     * "perceiver": several layers, in which `max_outputs` learned queries read the patches (Idefics2, arXiv 2405.02246)

@@ -45,6 +45,10 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_start: If not empty, a prompt with images begins with this text and all of its images.
         prompt_end: The text at the end of a prompt with images.
+        precedes_prompt: True if an image precedes all tokens of the text, also the first one (InstructBLIP).
+        instruction_tokenizer: The directory of the tokenizer of the text that the encoder reads besides an image; if it
+            is empty, the encoder reads no text.
+        max_instruction_tokens: The maximum number of its tokens.
         is_required: True if each prompt needs an image.
         max_images: The maximum number of images in a prompt. If it is 0, they are not limited.
         stands_alone: True if a request has one image instead of a text, because the model embeds both separately.
@@ -71,6 +75,9 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     after_images: str = ""
     prompt_start: str = ""
     prompt_end: str = ""
+    precedes_prompt: bool = False
+    instruction_tokenizer: str = ""
+    max_instruction_tokens: int = 0
     is_required: bool = False
     max_images: int = 0
     stands_alone: bool = False

@@ -154,6 +154,7 @@ _WITH_ANY_DECODER = {
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InstructBlipForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",

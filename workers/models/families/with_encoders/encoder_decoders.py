@@ -84,13 +84,16 @@ SINUSOIDS: Final = (
     # Some checkpoints contain the table, which is the same in all of them.
     (r"^(model\.)?(en|de)coder\.embed_positions\..*", ""),
 )
-_BESIDE_IMAGES: Final = (
+BESIDE_IMAGES: Final = (
     (
         r"^(model\.)?(vision_tower|multi_modal_projector|image_proj\w*|image_pos_embed|visual_temporal_embed)\b.*",
         "",
     ),
+    (r"^(vision_model|qformer|query_tokens|language_projection)\b.*", ""),
     (r"^(model\.)?language_model\.", ""),
 )
+"""Drops the tensors of a tower, and the prefix of the others."""
+
 PRE_NORMS: Final = NormNames("attention_norm", None, "mlp_norm", None, "cross_norm", None)
 _POST_NORMS: Final = NormNames(None, "attention_norm", None, "mlp_norm", None, "cross_norm")
 POST_NORMED: Final[dict[str, Any]] = {
@@ -205,9 +208,9 @@ def _florence2(fields: ConfigFields) -> ModelSpec:
     spec = _bart_model(fields, has_head_bias=False, **POST_NORMED)
     assert spec.source is not None and spec.source.encoder is not None
     encoder, source = spec.source.encoder, spec.source
-    encoder = replace(encoder, tensor_names=(*_BESIDE_IMAGES, *encoder.tensor_names))
+    encoder = replace(encoder, tensor_names=(*BESIDE_IMAGES, *encoder.tensor_names))
     source = replace(source, encoder=encoder)
-    return replace(spec, source=source, tensor_names=(*_BESIDE_IMAGES, *spec.tensor_names))
+    return replace(spec, source=source, tensor_names=(*BESIDE_IMAGES, *spec.tensor_names))
 
 
 def _nemotron_parse(fields: ConfigFields) -> ModelSpec:

@@ -20,7 +20,7 @@ from ....layers.spec import ModelSpec, SourceSpec
 from ....layers.specs.norm_names import NormNames
 from ..common import Family, base_spec, uniform_layers, with_score_head
 from ..gemma import gemma2
-from .encoder_decoders import PRE_NORMS, WHOLE, classifier, with_source
+from .encoder_decoders import BESIDE_IMAGES, PRE_NORMS, WHOLE, classifier, with_source
 
 _T5_LAYER_NAMES: Final = (
     (r"^block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.", "distance_biases."),
@@ -92,6 +92,7 @@ def t5(
             encoder,
             uniform_layers(encoder, None),
             tensor_names=(
+                *BESIDE_IMAGES,
                 (r"^encoder\.embed_tokens\.", "embed_tokens."),
                 (r"^shared\.", "embed_tokens."),
                 (r"^decoder\.embed_tokens\.", "embed_tokens."),
@@ -112,6 +113,7 @@ def t5(
         fields,
         uniform_layers(fields, None),
         tensor_names=(
+            *BESIDE_IMAGES,
             (r"^decoder\.embed_tokens\.", "embed_tokens."),
             (r"^shared\.", "embed_tokens."),
             (r"^encoder\.embed_tokens\.", "embed_tokens."),
