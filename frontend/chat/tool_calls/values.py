@@ -3,6 +3,7 @@
 import ast
 import json
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,9 @@ def json_value(text: str, types: frozenset[str]) -> str:
     value = _as_json(source)
     if value is not None:
         kind = _type_of(value)
+        if kind == "string" and types and "string" not in types:
+            # Models quote numbers.
+            return json_value(msgspec.json.decode(value, type=str), types)
         fits = not types or kind in types or (kind == "integer" and "number" in types)
         if kind != "string" and (fits or "string" not in types):
             return value
@@ -63,7 +67,7 @@ def _schema_of(schema: Any, name: str | None, root: Parameters, depth: int) -> A
         return properties[name]
     branches = [
         branch
-        for word in ("anyOf", "oneOf")
+        for word in ("anyOf", "oneOf", "allOf")
         if isinstance(schema.get(word), list)
         for branch in schema[word]
     ]
@@ -89,7 +93,14 @@ def _types(schema: Any, root: Parameters, depth: int) -> frozenset[str] | None:
             found = [_types(branch, root, depth + 1) for branch in branches]
             known = [types for types in found if types is not None]
             return frozenset().union(*known) if len(known) == len(found) else None
+    if isinstance(parts := schema.get("allOf"), list):
+        limits = [_types(part, root, depth + 1) for part in parts]
+        return reduce(_common_types, (types for types in limits if types is not None), None)
     return _types(_referenced(schema.get("$ref"), root), root, depth + 1)
+
+
+def _common_types(first: frozenset[str] | None, second: frozenset[str]) -> frozenset[str]:
+    return second if first is None else first & second
 
 
 def _referenced(reference: Any, root: Parameters) -> Any:
@@ -98,7 +109,8 @@ def _referenced(reference: Any, root: Parameters) -> Any:
         return None
     target: Any = root
     for part in reference[2:].split("/"):
-        target = target.get(part) if isinstance(target, dict) else None
+        key = part.replace("~1", "/").replace("~0", "~")
+        target = target.get(key) if isinstance(target, dict) else None
     return target
 
 

@@ -150,3 +150,30 @@ def test_call_ids_are_valid_for_the_templates() -> None:
     assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in (first, second))
     [mistral] = ids("mistral", "[TOOL_CALLS]f{}")
     assert re.fullmatch("[A-Za-z0-9]{9}", mistral)
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "number"}, '"12"', 12),
+        ({"type": "number"}, "9007199254740993", 9007199254740993),
+        ({"type": "integer"}, '"twelve"', "twelve"),
+        ({"type": "string"}, '"12"', '"12"'),
+        ({"$ref": "#/$defs/a~1b~0c"}, "null", "null"),
+        ({"allOf": [{"$ref": "#/$defs/Mode"}], "description": "A mode."}, "true", "true"),
+        ({"allOf": [{"type": ["integer", "string"]}, {"type": "integer"}]}, "7", 7),
+        ({"allOf": [{"title": "a"}, {"type": "string"}]}, "7", "7"),
+    ],
+)
+def test_values_between_tags_have_the_types_of_their_schemas(
+    schema: dict, written: str, value: object
+) -> None:
+    definitions = {"a/b~c": {"type": "string"}, "Mode": {"enum": ["true", "auto"]}}
+    own = {"$defs": definitions, "properties": {"value": schema}}
+    text = f"<tool_call>f<arg_key>value</arg_key><arg_value>{written}</arg_value></tool_call>"
+    for parameters in (own, {"$defs": definitions, "allOf": [own, {"required": ["value"]}]}):
+        for size in (len(text), 1, 7):
+            parser = CallParser(FORMATS["glm45"], {"f": parameters})
+            deltas = [*map(parser.feed, cut(text, [size])), parser.finish()]
+            calls = [call for delta in deltas for call in delta.tool_calls]
+            assert json.loads("".join(call.arguments for call in calls)) == {"value": value}
