@@ -38,6 +38,7 @@ _SHORT: Final = {
     ),
     "git": _CAPTIONS.strip(),
     "instructblip": _CAPTIONS.strip(),
+    "pix2struct": _CAPTIONS.strip(),
     **dict.fromkeys(("nougat", "pp_formulanet", "trocr"), _IMAGES.strip()),
 }
 """Model type -> the template."""

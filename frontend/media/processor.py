@@ -27,6 +27,7 @@ from ...protocol.config.images.sized import (
     CornerProcessor,
     FitProcessor,
     PadProcessor,
+    PatchesProcessor,
     QuartersProcessor,
     RatioProcessor,
     ResizeProcessor,
@@ -54,7 +55,7 @@ from .layouts.pixels import Parts
 from .layouts.resized import cornered, padded, resized
 from .layouts.scans import cuts, pan_and_scan
 from .layouts.single import crop, in_square, longest, on_page, quarters, square
-from .layouts.sized import fit, fit_budget, fit_ratio
+from .layouts.sized import fit, fit_budget, fit_ratio, patches
 from .layouts.slices import slices
 from .layouts.thumbnails import thumbnail
 from .layouts.tiles import mosaic, tiles
@@ -76,6 +77,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     MosaicProcessor: mosaic,
     OverlapsProcessor: overlaps,
     PadProcessor: padded,
+    PatchesProcessor: patches,
     PageProcessor: on_page,
     PagesProcessor: pages,
     PanScanProcessor: pan_and_scan,

@@ -49,6 +49,8 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     """The tokens of the embeddings, int32 (Molmo 2)."""
     kept: bytes = b""
     """If not empty, int32, ascending: the numbers of the embeddings that are computed (VideoLLaMA 3)."""
+    is_float32: bool = False
+    """True if the pixels are float32 of the same shape, little-endian, instead of uint8 (Pix2Struct)."""
     instruction: bytes = b""
     """The tokens of the prompt's text, int32, which the encoder reads, too (InstructBLIP)."""
 

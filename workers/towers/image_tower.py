@@ -123,7 +123,7 @@ def _read(data: bytes, max_frames: int) -> ImagePayload | EmbeddingPayload:
     for each in (image, image.fine):
         if each is None:
             continue
-        expected = 3 * each.width * each.height * each.num_frames
+        expected = 3 * each.width * each.height * each.num_frames * (4 if each.is_float32 else 1)
         if len(each.pixels) != expected:
             raise EngineError(f"an image has {len(each.pixels)} bytes, expected {expected}")
     return image

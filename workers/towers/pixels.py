@@ -16,7 +16,8 @@ def normalized_pixels(
 ) -> Tensor:
     """Return the scaled and normalized pixels [F, 3, H, W] of an image or of the frames of a video."""
     # Copy the pixels, because torch requires a writable array, and the bytes of the message are read-only.
-    pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
+    kind = torch.float32 if image.is_float32 else torch.uint8
+    pixels = torch.frombuffer(bytearray(image.pixels), dtype=kind).to(device)
     frames_FHWC = pixels.view(image.num_frames, image.height, image.width, 3)
     if in_bfloat16:
         scaled = frames_FHWC.bfloat16() * image.scale

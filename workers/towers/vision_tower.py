@@ -66,7 +66,13 @@ class VisionTower(ImageTower):
             self._registers_KD = torch.cat((first_1D, others_KD))
         self._positions: Tensor | None = None
         name = "embeddings.position_embedding.weight"
-        if spec.positions not in ("axes", None):
+        if spec.positions == "tables":
+            tables = (
+                tensors.read(f"embeddings.{axis}_embedder.weight", spec.num_positions + 1, size)
+                for axis in ("column", "row")
+            )
+            self._positions = torch.stack([table[1:] for table in tables])
+        elif spec.positions not in ("axes", None):
             num_positions = spec.num_patches + spec.has_class_token + spec.has_teacher_token
             self._positions = tensors.read(name, num_positions, size)
             if spec.has_class_last:
@@ -238,7 +244,7 @@ class VisionTower(ImageTower):
             x_PD = self._patch_norm(x_PD)
         if self._class_KD is not None:
             x_PD = torch.cat((self._class_KD, x_PD))
-        if self._positions is not None and spec.positions == "axes":
+        if self._positions is not None and spec.positions in ("axes", "tables"):
             columns, rows = self._positions[0, :num_columns], self._positions[1, :num_rows]
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
         elif self._positions is not None and spec.positions != "patches":

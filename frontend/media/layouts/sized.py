@@ -5,10 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 from PIL import Image
 
-from ....protocol.config.images.sized import BudgetProcessor, FitProcessor, RatioProcessor
-from .pixels import Parts, make_tile, resize
+from ....protocol.config.images.sized import (
+    BudgetProcessor,
+    FitProcessor,
+    PatchesProcessor,
+    RatioProcessor,
+)
+from ....protocol.encoder_inputs.payloads import ImagePayload
+from .pixels import Parts, Tile, make_tile, resize
 
 
 def fit(image: Image.Image, config: FitProcessor) -> Parts:
@@ -25,6 +32,27 @@ def fit_budget(image: Image.Image, config: BudgetProcessor) -> Parts:
     """Return the image as one tile, resized to as many embeddings as `config.num_outputs` allows."""
     columns, rows = budget_grid(*image.size, config.num_outputs, config.side_factor)
     return _tile(image, columns, rows, config, "")
+
+
+def patches(image: Image.Image, config: PatchesProcessor) -> Parts:
+    """Return the image for cross attention, with pixels in float32, resized to whole patches."""
+    side, most = config.patch_size, config.max_patches
+    width, height = image.size
+    scale = (most * (side / height) * (side / width)) ** 0.5
+    columns, rows = (max(min(int(scale * length / side), most), 1) for length in (width, height))
+    size = (columns * side, rows * side)
+    # Pillow rounds the pixels of images in RGB.
+    channels = [
+        np.asarray(channel.convert("F").resize(size, Image.Resampling(config.resample)))
+        for channel in image.split()
+    ]
+    pixels = np.stack(channels, -1).astype("<f4").tobytes()
+    mean, std = 0.0, 1.0
+    if config.normalizes:
+        own = np.asarray(image).transpose(2, 0, 1).astype(np.float32)
+        mean, std = float(own.mean()), max(float(own.std()), own.size**-0.5)
+    payload = ImagePayload(*size, pixels, config.scale, (mean,) * 3, (std,) * 3, is_float32=True)
+    return [Tile(payload, rows * columns, is_read=True)]
 
 
 def budget_grid(width: int, height: int, num_outputs: int, side: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from ....protocol.config.images.single import (
     PageProcessor,
     SquareProcessor,
 )
-from ....protocol.config.images.sized import FitProcessor
+from ....protocol.config.images.sized import FitProcessor, PatchesProcessor
 from ....protocol.errors import CheckpointError
 from .fields import (
     BICUBIC,
@@ -234,6 +234,27 @@ def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
     source = source.with_values({"size": both})
     common = HALF_VALUES | source.values(vision, BILINEAR)
     return SquareProcessor(**common, side=source.tile_side(vision), max_images=1, is_read=True)
+
+
+def patches(source: ProcessorSource, vision: VisionSpec) -> PatchesProcessor:
+    """Return the processor of Pix2Struct, which does not draw texts on images."""
+    fields, side = source.fields, vision.patch_size
+    fields.require("is_vqa", False, ", because no text is drawn on images")
+    size = sides(fields, "patch_size")
+    for name in ("height", "width"):
+        size.require(name, side, ", as in the vision tower", default=16)
+    common = source.with_values({"rescale_factor": None, "resample": None})
+    values = common.with_values({"do_rescale": False}).values(vision, BILINEAR)
+    # Transformers has this maximum wherever it is not called with another one.
+    most = fields.integer("max_patches", 2048, maximum=vision.num_positions)
+    return PatchesProcessor(
+        **values | {"num_outputs": most},
+        patch_size=side,
+        max_patches=most,
+        normalizes=fields.boolean("do_normalize", True),
+        is_required=True,
+        max_images=1,
+    )
 
 
 def square(source: ProcessorSource, vision: DavitSpec) -> SquareProcessor:

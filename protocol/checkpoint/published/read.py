@@ -30,7 +30,7 @@ from .renamed import (
     llama_nemotron_vl,
     openpangu_vl,
 )
-from .trocr import formula_net, image_encoder_decoder
+from .trocr import formula_net, image_encoder_decoder, pix2struct
 
 _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "Alpamayo2Super": alpamayo2,
@@ -62,6 +62,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, str], dict[str, Any]]]] = {
     "OpsColQwen3Model": colqwen3,
     "PPFormulaNetForConditionalGeneration": formula_net,
     "Phi4ForCausalLMV": phi4,
+    "Pix2StructForConditionalGeneration": pix2struct,
     "Qwen3VLNemotronEmbedModel": colqwen3,
     "UltraVBertForMaskedLM": ultravbert,
     "UltraVBertForSequenceClassification": ultravbert,

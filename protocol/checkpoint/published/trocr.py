@@ -1,4 +1,4 @@
-"""Read the configs of TrOCR, Donut, Nougat and PP-FormulaNet: sections of an encoder of images and of a decoder."""
+"""Read the configs of TrOCR, Donut, Nougat, PP-FormulaNet and Pix2Struct: sections of an encoder and of a decoder."""
 
 from __future__ import annotations
 
@@ -51,6 +51,36 @@ def formula_net(fields: ConfigFields, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "image_parts": ["model.encoder"],
         **_page_reader("pp_formulanet", encoder, decoder, start),
+    }
+
+
+def pix2struct(fields: ConfigFields, architecture: str) -> dict[str, Any]:
+    """Return the fields of a Pix2Struct (arXiv 2210.03347), whose decoder is that of a T5."""
+    encoder, decoder = (
+        fields.section_or_empty("vision_config"),
+        fields.required_section("text_config"),
+    )
+    fields.require("is_vqa", False, ", because no text is drawn on images")
+    return {
+        "text_config": {
+            **decoder.config,
+            "model_type": "pix2struct",
+            "hidden_size": decoder.integer("hidden_size", 768),
+            "num_hidden_layers": decoder.integer("num_layers", 12),
+            "num_attention_heads": decoder.integer("num_heads", 12),
+            "intermediate_size": decoder.integer("d_ff", 2048),
+            "head_dim": decoder.integer("d_kv", 64),
+            "vocab_size": decoder.integer("vocab_size", 50_244),
+            # As in T5, distances have no limit.
+            "max_position_embeddings": decoder.integer("max_position_embeddings", 512),
+        },
+        "vision_config": dict(encoder.config),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
+        "eos_token_id": decoder.get("eos_token_id", 1),
+        # The token at which each text begins also represents the image, which cross attention reads.
+        "image_token_id": decoder.get("decoder_start_token_id", 0),
+        "image_mark": "<image>",
+        "image_parts": ["encoder"],
     }
 
 

@@ -15,7 +15,7 @@ from .gemma import SIGLIP_SIZES, siglip
 from .grid import GridVisionSpec
 from .merged import merged_sizes
 from .pixtral import pixtral
-from .spec import VisionSpec
+from .spec import MAX_SIDE, VisionSpec
 
 _EVA_SIZES: Final = Sizes(1120, 14, 1792, 15_360, 16, 63, "gelu")
 _GLM_NAMES: Final = (
@@ -41,6 +41,22 @@ _GLM_EDGE_NAMES: Final = (
     (r"^(model\.)?vision\.adapter\.", "multi_modal_projector."),
 )
 _VIT_SIZES: Final = Sizes(224, 16, 768, 3072, 12, 12, "gelu", 1e-12)
+_PIX2STRUCT_NAMES: Final = (
+    (r"^decoder\..*", ""),
+    (r"\.patch_projection\.", ".patch_embedding."),
+    (r"^encoder\.encoder\.layer\.", "encoder.encoder.layers."),
+    *(
+        (rf"\.attention\.{name}\.", f".self_attn.{name[0]}_proj.")
+        for name in ("query", "key", "value")
+    ),
+    (r"\.attention\.output\.", ".self_attn.out_proj."),
+    (r"\.pre_attention_layer_norm\.", ".layer_norm1."),
+    (r"\.pre_mlp_layer_norm\.", ".layer_norm2."),
+    (r"\.mlp\.wi_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.wi_1\.", ".mlp.fc1."),
+    (r"\.mlp\.wo\.", ".mlp.fc2."),
+    (r"^encoder\.layernorm\.", "encoder.post_layernorm."),
+)
 _VIT_NAMES: Final = (
     (r"^enc_to_dec_proj\.", "connector.modality_projection.proj."),
     (r"^encoder\.embeddings\.cls_token$", "encoder.embeddings.class_embedding"),
@@ -153,6 +169,43 @@ def trocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         has_post_norm=True,
         qkv_bias=vision.boolean("qkv_bias", True),
         tensor_names=_VIT_NAMES,
+    )
+
+
+def pix2struct(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Pix2Struct (arXiv 2210.03347), which has the layers of a T5 and reads images of any size."""
+    num_pixels = vision.integer("patch_embed_hidden_size", 768, maximum=3 * MAX_SIDE**2)
+    side = math.isqrt(num_pixels // 3)
+    if 3 * side**2 != num_pixels:
+        raise vision.wrong("patch_embed_hidden_size", "three times a square", num_pixels)
+    num_positions = vision.integer("seq_len", 4096, minimum=2) - 1
+    size = vision.integer("hidden_size", 768)
+    layers = vision.with_defaults(num_hidden_layers=12)
+    return VisionSpec(
+        image_size=0,
+        patch_size=side,
+        hidden_size=size,
+        intermediate_size=vision.integer("d_ff", 2048),
+        num_heads=vision.integer("num_attention_heads", 12),
+        head_dim=vision.integer("d_kv", 64),
+        attention_scale=1.0,
+        feature_layers=(layers.layer_count("num_hidden_layers"),),
+        activation=vision.text("dense_act_fn", "gelu_new"),
+        norm_kind="rms",
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        has_post_norm=True,
+        post_norm_kind="rms",
+        has_gate=True,
+        qkv_bias=False,
+        product_bias=False,
+        has_channels_last=True,
+        positions="tables",
+        num_positions=num_positions,
+        max_outputs=num_positions,
+        output_size=size,
+        projection="none",
+        is_read=True,
+        tensor_names=_PIX2STRUCT_NAMES,
     )
 
 

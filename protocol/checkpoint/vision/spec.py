@@ -160,7 +160,8 @@ class VisionSpec(msgspec.Struct, frozen=True):
         has_class_last: True if the position of the class token is stored last.
         has_flat_patches: True if the checkpoint stores the patch projection with two dimensions.
         has_channels_last: True if the pixels of a patch are stored pixel by pixel, else channel by channel.
-        positions: Positions are learned for each patch of a square image, or for each row and column ("axes"). Patches
+        positions: Positions are learned for each patch of a square image, or for each row and column ("axes", or
+            "tables" if they are stored apart, after a position of padding). Patches
             of images of any size may read the position that is nearest to theirs in a square one ("nearest", or
             "stepped" or "inverse" if places are multiples of a distance that is rounded in one of two ways). None if
             they are not learned.
@@ -314,7 +315,9 @@ class VisionSpec(msgspec.Struct, frozen=True):
     has_patch_bias: bool = True
     has_flat_patches: bool = False
     has_channels_last: bool = False
-    positions: Literal["patches", "axes", "nearest", "stepped", "inverse"] | None = "patches"
+    positions: Literal["patches", "axes", "tables", "nearest", "stepped", "inverse"] | None = (
+        "patches"
+    )
     num_positions: int = 0
     margins: Literal["left out", "unseen"] | None = None
     rope_theta: float = 0.0

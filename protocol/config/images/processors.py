@@ -15,6 +15,7 @@ from .sized import (
     CornerProcessor,
     FitProcessor,
     PadProcessor,
+    PatchesProcessor,
     QuartersProcessor,
     RatioProcessor,
     ResizeProcessor,
@@ -57,6 +58,7 @@ AnyImageProcessor: TypeAlias = (
     | AnyresProcessor
     | RowsProcessor
     | PadProcessor
+    | PatchesProcessor
     | ThumbnailProcessor
     | LongestProcessor
     | ResizeProcessor

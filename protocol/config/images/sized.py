@@ -100,3 +100,15 @@ class CornerProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="corn
 
     unit: int
     min_outputs: int
+
+
+class PatchesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="patches"):
+    """Resizes an image to as many patches of `patch_size` x `patch_size` pixels as `max_patches` allows (Pix2Struct).
+
+    Pixels are not rounded. Their mean and standard deviation are those of the image itself if `normalizes`. Cross
+    attention reads the image.
+    """
+
+    patch_size: int
+    max_patches: int
+    normalizes: bool

@@ -33,6 +33,23 @@ _T5_LAYER_NAMES: Final = (
     (r"\.layer\.\d\.DenseReluDense\.wo\.", ".mlp.down_proj."),
     (r"^final_layer_norm\.", "norm."),
 )
+_PIX2STRUCT_NAMES: Final = (
+    (
+        r"^decoder\.layer\.0\.self_attention\.attention\.relative_attention_bias\.",
+        "distance_biases.",
+    ),
+    (r"^decoder\.final_layer_norm\.", "norm."),
+    (r"^decoder\.layer\.", "layers."),
+    (r"^decoder\.", ""),
+    (r"\.self_attention\.layer_norm\.", ".attention_norm."),
+    (r"\.encoder_decoder_attention\.layer_norm\.", ".cross_norm."),
+    (r"\.mlp\.layer_norm\.", ".mlp_norm."),
+    (r"\.mlp\.DenseReluDense\.wi_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.DenseReluDense\.wi_1\.", ".mlp.up_proj."),
+    (r"\.mlp\.DenseReluDense\.wo\.", ".mlp.down_proj."),
+    (r"\.self_attention\.attention\.([qkvo])\w+\.", r".self_attn.\1_proj."),
+    (r"\.encoder_decoder_attention\.attention\.([qkvo])\w+\.", r".cross_attn.\1_proj."),
+)
 _LONGT5_NAMES: Final = (
     (
         r"^encoder\.block\.0\.layer\.0\.\w+\.global_relative_attention_bias\.",
@@ -52,17 +69,8 @@ _T5GEMMA_NORMS: Final = NormNames(
 _T5GEMMA_NAMES: Final = ((r"\.(pre|post)_(self|cross)_attn_layernorm\.", r".\1_\2_attention."),)
 
 
-def t5(
-    fields: ConfigFields, feed_forward: str = "relu", scales_outputs: bool | None = None
-) -> ModelSpec:
-    """Return the spec of a T5.
-
-    Args:
-        fields: The config.
-        feed_forward: The default of `feed_forward_proj`.
-        scales_outputs: The default of `scale_decoder_outputs`; None for that of `tie_word_embeddings`, which has no
-            other meaning. An output projection is used if the checkpoint has one.
-    """
+def _layers(fields: ConfigFields, feed_forward: str) -> tuple[ConfigFields, dict[str, Any]]:
+    """Return the fields of the layers of a T5, and how they differ from Llama's."""
     fields = fields.with_defaults(
         rms_norm_eps=fields.number("layer_norm_epsilon", 1e-6), head_dim=64
     )
@@ -70,7 +78,6 @@ def t5(
     has_gate, activation = kind.startswith("gated-"), kind.removeprefix("gated-")
     if kind == "gated-gelu":
         activation = "gelu_new"
-    is_tied = fields.boolean("tie_word_embeddings", True)
     num_buckets = fields.integer("relative_attention_num_buckets", 32, minimum=4)
     differences: dict[str, Any] = {
         "norms": PRE_NORMS,
@@ -86,6 +93,22 @@ def t5(
         ),
     }
     fields = fields.with_values({"hidden_act": activation, "tie_word_embeddings": True})
+    return fields, differences
+
+
+def t5(
+    fields: ConfigFields, feed_forward: str = "relu", scales_outputs: bool | None = None
+) -> ModelSpec:
+    """Return the spec of a T5.
+
+    Args:
+        fields: The config.
+        feed_forward: The default of `feed_forward_proj`.
+        scales_outputs: The default of `scale_decoder_outputs`; None for that of `tie_word_embeddings`, which has no
+            other meaning. An output projection is used if the checkpoint has one.
+    """
+    is_tied = fields.boolean("tie_word_embeddings", True)
+    fields, differences = _layers(fields, feed_forward)
     encoder = fields.with_values({"num_hidden_layers": fields.integer("num_layers")})
     source = SourceSpec(
         base_spec(
@@ -126,6 +149,19 @@ def t5(
         **differences,
     )
     return with_source(spec, source)
+
+
+def _pix2struct(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the decoder of a Pix2Struct: a T5's with names of its own."""
+    activation = fields.text("dense_act_fn", "gelu_new")
+    is_tied = fields.boolean("tie_word_embeddings", False)
+    fields, differences = _layers(fields, f"gated-{activation}")
+    return base_spec(
+        fields,
+        uniform_layers(fields, None),
+        **differences | {"tie_word_embeddings": is_tied},
+        tensor_names=_PIX2STRUCT_NAMES,
+    )
 
 
 def _mt5(fields: ConfigFields) -> ModelSpec:
@@ -223,6 +259,7 @@ FAMILIES = (
     Family("T5EncoderModel", "t5", partial(_t5_encoder, family=t5)),
     Family("UMT5EncoderModel", "umt5", partial(_t5_encoder, family=_umt5)),
     Family("LongT5ForConditionalGeneration", "longt5", _longt5),
+    Family("Pix2StructForConditionalGeneration", "pix2struct", _pix2struct),
     Family("MT5ForConditionalGeneration", "mt5", _mt5),
     Family("T5ForConditionalGeneration", "t5", t5),
     Family("T5GemmaForConditionalGeneration", "t5gemma", _t5gemma),
