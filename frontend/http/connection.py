@@ -62,7 +62,7 @@ class Connection(HttpToolsProtocol):
     Streamed responses write to the connection directly, because a coroutine for each chunk would be slow. They find it
     in the request's state. `is_paused` is true while the client does not read. `on_writable` is called when the client
     reads again or the connection ends. `sent` records what a streamed response sends, if that is to be recorded.
-    `on_lost` is called when the connection has ended.
+    `on_made` is called before anything is read, and `on_lost` when the connection has ended.
 
     A request that asks for a WebSocket is answered as any other request, until its endpoint opens the WebSocket. Then
     all further data belongs to it. Other upgrades are ignored.
@@ -81,6 +81,7 @@ class Connection(HttpToolsProtocol):
         self.has_chunks = True
         self.on_writable: Callable[[], None] | None = None
         self.sent: ResponseRecord | None = None
+        self.on_made: Callable[[Connection], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         self._added_state: dict[str, Any] = {}
         self._slow_client_s = slow_client_s
@@ -104,6 +105,8 @@ class Connection(HttpToolsProtocol):
             self._slow_client_s = min(self._slow_client_s, PROBE_S)
             self.app = self._answer_probes_only
         self._expect_request()
+        if self.on_made is not None:
+            self.on_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify every unfinished response of the disconnect."""

@@ -22,21 +22,20 @@ class ResponseRecord(Protocol):
         """Record the last piece of the body, which is about to be sent with the end of the response."""
 
 
-class RecordedConnection(Protocol):
-    """A connection with a record of what it sends."""
+class HasTransport(Protocol):
+    """A connection of a client."""
 
     transport: asyncio.Transport
-    sent: ResponseRecord | None
 
 
 class Continuation:
     """The transport of a response whose head another process has sent.
 
-    It sends `unsent`, which that process has not sent, in place of the head. A response that has another status cannot
-    continue the first one, so it ends the connection.
+    It sends `unsent`, which that process has recorded but not sent, in place of the head. A response that has another
+    status cannot continue the first one, so it ends the connection.
     """
 
-    def __init__(self, connection: RecordedConnection, unsent: bytes) -> None:
+    def __init__(self, connection: HasTransport, unsent: bytes) -> None:
         self._connection = connection
         self._unsent: bytes | None = unsent
 
@@ -58,6 +57,4 @@ class Continuation:
         if not data.startswith(b"HTTP/1.1 200 "):
             transport.abort()
         elif unsent:
-            if self._connection.sent is not None:
-                self._connection.sent.add(unsent)
             transport.write(unsent)

@@ -14,6 +14,15 @@ NUM_EXAMINED: Final = 64
 """Maximum connections that are examined for each new one, to find an idle one."""
 
 
+def find_reserved() -> tuple[int, int]:
+    """Return the first of the process's descriptors that are reserved, and how many there are."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 2**31
+    num_reserved = min(MAX_RESERVED, limit // 4)
+    return limit - num_reserved, num_reserved
+
+
 class Closable(Protocol):
     """A connection that can be closed."""
 
@@ -35,12 +44,8 @@ class DescriptorReserve:
     """
 
     def __init__(self) -> None:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit == resource.RLIM_INFINITY:
-            limit = 2**31
-        reserved = min(MAX_RESERVED, limit // 4)
-        self._first_for_probes = limit - reserved
-        self._max_for_probes = reserved // 2
+        self._first_for_probes, num_reserved = find_reserved()
+        self._max_for_probes = num_reserved // 2
         self._connections: dict[Closable, None] = {}
         self._probes: dict[Closable, None] = {}
 

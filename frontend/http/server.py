@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from functools import partial
 from typing import Any, Final
@@ -146,12 +146,15 @@ class HTTPServer(Server):
         self.started = True
         self._has_started.set()
 
-    async def adopt(self, client: socket.socket) -> Connection:
-        """Make an open TCP socket, which another process has accepted, a connection of this server, once it serves."""
+    async def adopt(self, client: socket.socket, on_made: Callable[[Connection], None]) -> None:
+        """Make an open TCP socket, which another process has accepted, a connection of this server, once it serves.
+
+        `on_made` is called before anything is read from it.
+        """
         await self._has_started.wait()
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.connect_accepted_socket(self._new_connection, client)
-        return connection
+        connection = self._new_connection()
+        connection.on_made = on_made
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, client)
 
     async def _listen(self) -> None:
         # Servers close their sockets, so they get copies.

@@ -17,11 +17,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from ...protocol.transport import UNREADABLE
+from ..http.descriptors import find_reserved
 
 MAX_MESSAGE_BYTES: Final = 160 * 1024
 """Maximum bytes of a message. The head of a request has at most 64 KiB."""
@@ -31,7 +32,6 @@ LEFT_S: Final = 120.0
 
 MAX_MESSAGES: Final = 64
 """Maximum number of messages of one frontend that are read before the store does other work."""
-
 
 MAX_READS: Final = 64
 """Maximum number of times that so many messages of a frontend that has exited are read."""
@@ -56,7 +56,7 @@ class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
         head: The head of the client's request, without the empty line at its end.
         slot: The place in the frontend's memory where the bytes that it sends are recorded.
         num_takes: How many frontends have taken the connection from one that crashed.
-        replaces: The number of a copy of the same connection that is closed now; 0 for none.
+        replaces: The number of an earlier copy of the same connection, in whose place this one is held; 0 for none.
     """
 
     number: int
@@ -93,18 +93,35 @@ encode: Final = msgspec.msgpack.Encoder().encode
 decode: Final = msgspec.msgpack.Decoder(Message).decode
 
 
-class _Copy:
-    """A copy of a connection. Its frontend's memory has the record, unless `memory` is that of another one."""
+class _Memory:
+    """The memory of one frontend process. It is closed when nobody uses it."""
 
-    def __init__(self, message: Keep, connection: int, memory: int = -1) -> None:
-        self.message = message
-        self.connection = connection
-        self.memory = memory
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._num_users = 1
+
+    def share(self) -> _Memory:
+        """Return this memory for one more user."""
+        self._num_users += 1
+        return self
+
+    def release(self) -> None:
+        """Let one user go."""
+        self._num_users -= 1
+        if not self._num_users:
+            os.close(self.fd)
+
+
+class _Copy(NamedTuple):
+    """A copy of a connection, and the memory that has the record of its answer."""
+
+    message: Keep
+    connection: int
+    memory: _Memory
 
     def close(self) -> None:
         os.close(self.connection)
-        if self.memory >= 0:
-            os.close(self.memory)
+        self.memory.release()
 
 
 class _Frontend:
@@ -113,7 +130,7 @@ class _Frontend:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.client_index = self.pid = -1
-        self.memory = -1
+        self.memory: _Memory | None = None
         self.left_at = 0.0
         self.kept: dict[int, _Copy] = {}
 
@@ -126,9 +143,9 @@ class _Frontend:
         for copy in self.kept.values():
             copy.close()
         self.kept.clear()
-        if self.memory >= 0:
-            os.close(self.memory)
-            self.memory = -1
+        if self.memory is not None:
+            self.memory.release()
+            self.memory = None
 
 
 class HeldConnections:
@@ -149,6 +166,9 @@ class HeldConnections:
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
         self._frontends: dict[int, _Frontend] = {}
         self._left: list[_Frontend] = []
+        # The last descriptors are for the store's own files. A new one gets the lowest free number, so its number shows
+        # how many are in use.
+        self._end_of_copies, _ = find_reserved()
         self.fd = self._epoll.fileno()
 
     def turn(self) -> None:
@@ -201,18 +221,30 @@ class HeldConnections:
     def _apply(self, frontend: _Frontend, message: Message, fds: list[int]) -> None:
         """Apply a message. Descriptors that remain in `fds` are closed by the caller."""
         match message:
-            case Hello() if fds and frontend.memory < 0:
-                frontend.memory = fds.pop()
+            case Hello() if fds and frontend.memory is None:
+                frontend.memory = _Memory(fds.pop())
                 self._replace(message)
                 frontend.client_index, frontend.pid = message.client_index, message.pid
-            # Without free descriptors, the system delivers the message alone.
-            case Keep() if fds and message.number not in frontend.kept:
-                frontend.drop(message.replaces)
-                frontend.kept[message.number] = _Copy(message, fds.pop())
+            case Keep() if frontend.memory is not None and message.number not in frontend.kept:
+                connection = self._find_connection(frontend, message, fds)
+                if connection is not None:
+                    copy = _Copy(message, connection, frontend.memory.share())
+                    frontend.kept[message.number] = copy
             case Drop():
                 frontend.drop(message.number)
             case Take():
                 self._give(frontend.connection, message)
+
+    def _find_connection(self, frontend: _Frontend, message: Keep, fds: list[int]) -> int | None:
+        """Return the connection of a message: that of the earlier copy, or the one in `fds`.
+
+        Return None if no more descriptors may be used.
+        """
+        if (earlier := frontend.kept.pop(message.replaces, None)) is not None:
+            earlier.memory.release()
+            return earlier.connection
+        # Without free descriptors, the system delivers the message alone.
+        return fds.pop() if fds and fds[0] < self._end_of_copies else None
 
     def _replace(self, hello: Hello) -> None:
         """End the connections of earlier processes of a frontend, and close the copies that this one sends again."""
@@ -233,11 +265,8 @@ class HeldConnections:
             self._close_left(lambda left: not left.kept)
             for predecessor in self._left:
                 if predecessor.client_index == successor.client_index:
-                    copy = predecessor.kept.popitem()[1]
-                    if copy.memory < 0:
-                        copy.memory = os.dup(predecessor.memory)
-                    successor.kept[call.number] = copy
-                    fds = [copy.connection, copy.memory]
+                    copy = successor.kept[call.number] = predecessor.kept.popitem()[1]
+                    fds = [copy.connection, copy.memory.fd]
                     socket.send_fds(connection, [encode(copy.message)], fds)
                     return
         connection.send(encode(Nothing()))
@@ -245,7 +274,7 @@ class HeldConnections:
     def _lose(self, frontend: _Frontend) -> None:
         """Keep the copies of a frontend that has exited for its successor."""
         self._epoll.unregister(frontend.connection.fileno())
-        if frontend.kept and frontend.memory >= 0:
+        if frontend.kept:
             frontend.connection.close()
             frontend.left_at = time.monotonic()
             self._left.append(frontend)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 from ....protocol.config import EngineConfig
@@ -35,6 +35,9 @@ RECONNECT_S: Final = 0.5
 TAKE_S: Final = 5.0
 """Maximum seconds that the store takes to hand over a connection."""
 
+TRIES: Final = 3
+"""Number of times that a frontend asks the store for connections, if it does not answer."""
+
 MAX_TAKES: Final = 8
 """Maximum number of frontends that take over one connection."""
 
@@ -49,20 +52,30 @@ _OTHERS: Final = {
 
 _HISTORY: Final = "kept_history"
 
-Adopt = Callable[[socket.socket], Awaitable[Connection]]
-"""Makes an open socket a connection of the HTTP server."""
+Adopt = Callable[[socket.socket, Callable[[Connection], None]], Awaitable[None]]
+"""Makes an open socket a connection of the HTTP server. The function is called before anything is read from it."""
 
 
 class _History(NamedTuple):
     """The earlier part of a response that this frontend continues.
 
-    `num_takes` frontends have taken it over, this one under `number`. The client has all events up to `last_event_id`;
-    "" if the response has not begun.
+    `num_takes` frontends have taken it over, this one under `number`. After `unsent`, the client has all events up to
+    `last_event_id`; "" if the response has not begun.
     """
 
     number: int
     num_takes: int = 0
     last_event_id: str = ""
+    unsent: bytes = b""
+
+
+class _Taken(NamedTuple):
+    """A connection that was taken under `number`; without `client` if this process has no free descriptor."""
+
+    number: int
+    message: Keep
+    client: socket.socket | None
+    sent: SentResponse | None
 
 
 class KeptConnections:
@@ -108,8 +121,6 @@ class KeptConnections:
 
     def close(self) -> None:
         """Close the connection to the store process."""
-        if self._timer is not None:
-            self._timer.cancel()
         self._disconnect()
         if self._memory is not None:
             self._memory.close()
@@ -133,7 +144,12 @@ class KeptConnections:
         try:
             with contextlib.suppress(OSError):
                 connection.sent = SentRecord(
-                    memory, slot, connection.transport, history.last_event_id
+                    memory,
+                    slot,
+                    number,
+                    connection.transport,
+                    history.last_event_id,
+                    history.unsent,
                 )
                 head = _head_of(asgi)
                 message = Keep(
@@ -152,93 +168,94 @@ class KeptConnections:
         """Take the connections of the frontend that this one replaces, and continue their responses."""
         if self._memory is None:
             return
-        taken = 0
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder:
-                holder.settimeout(TAKE_S)
-                holder.connect(self._path)
-                while True:
-                    number = self._next_number()
-                    copy = await asyncio.to_thread(self._take, holder, number)
-                    if copy is None:
-                        break
-                    if await self._continue(*copy, number, adopt):
-                        taken += 1
-                    else:
-                        self._send(Drop(number))
-        except (OSError, *UNREADABLE) as error:
-            logger.warning("connections of the frontend before this one are lost: %s", error)
-            # The store closes the copies that this frontend has taken but does not send.
-            self._reconnect()
-        if taken:
-            logger.info("continuing %s of the frontend before this one", counted(taken, "response"))
+        for _ in range(TRIES):
+            try:
+                await self._take_all(adopt)
+                return
+            except (OSError, *UNREADABLE) as error:
+                logger.warning("connections of the frontend before this one may be lost: %s", error)
+                # The store closes the copies that this frontend has taken but does not send.
+                self._reconnect()
+
+    async def _take_all(self, adopt: Adopt) -> None:
+        """Take connections until there are no more.
+
+        Raises:
+            OSError: The store does not answer.
+        """
+        num_continued = 0
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder:
+            holder.settimeout(TAKE_S)
+            holder.connect(self._path)
+            while taken := await asyncio.to_thread(self._take, holder, self._next_number()):
+                num_continued += await self._continue(taken, adopt)
+        if num_continued:
+            continued = counted(num_continued, "response")
+            logger.info("continuing %s of the frontend before this one", continued)
 
     def _next_number(self) -> int:
         self._num_kept += 1
         return self._num_kept
 
-    def _take(
-        self, holder: socket.socket, number: int
-    ) -> tuple[Keep, socket.socket, SentResponse | None] | None:
-        """Return the next connection, and the part of its response that was sent; None if there is none.
+    def _take(self, holder: socket.socket, number: int) -> _Taken | None:
+        """Return the next connection; None if there is none.
 
         Raises:
-            OSError: The store does not answer, or this process has no free descriptor.
+            OSError: The store does not answer.
         """
         holder.send(encode(Take(os.getpid(), number)))
         data, fds, _, _ = socket.recv_fds(holder, MAX_MESSAGE_BYTES, 2)
         message = decode(data)
         if not isinstance(message, Keep):
             return None
-        if len(fds) != 2:
-            for fd in fds:
-                os.close(fd)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        client = socket.socket(fileno=fds[0])
-        client.setblocking(False)
-        try:
-            sent = read_sent(fds[1], message.slot, client)
-        except OSError:
-            sent = None
-        finally:
-            os.close(fds[1])
-        return message, client, sent
+        client, sent = None, None
+        # Without free descriptors, the system delivers the message alone or with one of them.
+        if len(fds) == 2:
+            client = socket.socket(fileno=fds.pop(0))
+            client.setblocking(False)
+            with contextlib.suppress(OSError):
+                sent = read_sent(fds[0], message.slot, message.number, client)
+        for fd in fds:
+            os.close(fd)
+        return _Taken(number, message, client, sent)
 
-    async def _continue(
-        self,
-        message: Keep,
-        client: socket.socket,
-        sent: SentResponse | None,
-        number: int,
-        adopt: Adopt,
-    ) -> bool:
+    async def _continue(self, taken: _Taken, adopt: Adopt) -> bool:
         """Continue the response on a connection, and then close it. Return False if that is not possible."""
-        if sent is None or message.num_takes >= MAX_TAKES:
+        number, message, client, sent = taken
+        if client is not None and sent is not None and message.num_takes < MAX_TAKES:
+            try:
+                await adopt(client, partial(self._answer_again, number, message, sent))
+                return True
+            except OSError:
+                # The client has disconnected.
+                pass
+        if client is not None:
             client.close()
-            return False
-        try:
-            connection = await adopt(client)
-        except OSError:
-            # The client has disconnected.
-            client.close()
-            return False
+        self._send(Drop(number))
+        return False
+
+    def _answer_again(
+        self, number: int, message: Keep, sent: SentResponse, connection: Connection
+    ) -> None:
         connection.on_lost = lambda: self._send(Drop(number))
         if sent.has_ended:
             connection.transport.write(sent.unsent)
             connection.transport.close()
-            return True
+            return
         position = EventPosition(message.answer_id)
         if sent.last_event_id:
             position = parse_event_id(sent.last_event_id)
-        history = _History(number, message.num_takes + 1, sent.last_event_id)
+        num_takes = message.num_takes + 1
         # A body is ignored, because the request is recorded.
         body = b"{}" if message.head.startswith(b"POST") else b""
         connection.answer_again(
             b"%b\r\ncontent-length: %d\r\n\r\n%b" % (message.head, len(body), body),
-            {POSITION: position, _HISTORY: history},
+            {
+                POSITION: position,
+                _HISTORY: _History(number, num_takes, sent.last_event_id, sent.unsent),
+            },
             sent.unsent if sent.has_begun else None,
         )
-        return True
 
     def _send(self, message: Keep | Drop, connection: Connection | None = None) -> None:
         """Send a message to the store process. If it is busy, a connection is not kept."""
@@ -260,6 +277,9 @@ class KeptConnections:
         self.start()
 
     def _disconnect(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._holder is not None:
             asyncio.get_running_loop().remove_reader(self._holder.fileno())
             self._holder.close()

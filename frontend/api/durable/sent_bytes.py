@@ -21,17 +21,23 @@ NUM_SLOTS: Final = 1024
 
 SLOT_BYTES: Final = 4096
 
-_HEADER: Final = struct.Struct("<qqqq")
+_HEADER: Final = struct.Struct("qqqqq")
 """The number of recorded bytes; how many bytes of the connection the system had accepted before the response, and
-before the recorded bytes; and the state of the response."""
+before the recorded bytes; the state of the response; and the number of the record."""
 
-_NUM: Final = struct.Struct("<q")
-"""The first field of the header. It is written after the bytes that it counts."""
+_WORD: Final = struct.Struct("q")
+"""A number that a crash leaves either unchanged or changed. A slot begins with one that says which of its two headers
+is valid. The other is the first field of a header, which is written after the bytes that it counts."""
 
-TAIL_BYTES: Final = SLOT_BYTES - _HEADER.size
+_START: Final = _WORD.size + 2 * _HEADER.size
+
+TAIL_BYTES: Final = SLOT_BYTES - _START
 """Number of bytes of a response that are kept."""
 
-_NONE, _BEGUN, _ENDED = range(3)
+MAX_UNSENT: Final = TAIL_BYTES // 2
+"""Maximum bytes that a successor sends. The next bytes are written over older ones."""
+
+_NONE, _BEGUN, _ENDED, _UNKNOWN = range(4)
 
 _TCP_INFO_BYTES: Final = 128
 _ACKNOWLEDGED: Final = struct.Struct("<120xQ")
@@ -101,52 +107,60 @@ class SentRecord:
     Args:
         memory: The memory of this frontend.
         slot: The place of the record.
+        number: The number of the record. No other one of this memory has it.
         transport: The transport of a TCP connection.
         last_event_id: If another process has begun to send the response, the ID of the last event; otherwise "".
+        unsent: The bytes up to that event which are still to be sent. They are recorded here.
 
     Raises:
         OSError: The system does not count the bytes of the connection.
     """
 
-    __slots__ = ("_accepted", "_base", "_map", "_note", "_num", "_start", "_state", "_transport")
+    __slots__ = (
+        "_accepted",
+        "_base",
+        "_header",
+        "_map",
+        "_note",
+        "_num",
+        "_number",
+        "_start",
+        "_state",
+        "_transport",
+    )
 
     def __init__(
         self,
         memory: SentMemory,
         slot: int,
+        number: int,
         transport: asyncio.Transport,
         last_event_id: str = "",
+        unsent: bytes = b"",
     ) -> None:
         self._map = memory.map
+        self._number = number
         self._transport = transport
         self._start = slot * SLOT_BYTES
         self._accepted = self._base = self._count_accepted()
         self._num = 0
         self._note = b""
-        self._state = _BEGUN if last_event_id else _NONE
+        self._state = _UNKNOWN if last_event_id else _NONE
         self._publish()
         if last_event_id:
             self.note(last_event_id.encode())
-            self.add(b"")
+            self._add_noted(unsent, _BEGUN)
 
     def add(self, data: bytes) -> None:
         """Record bytes that are about to be sent after the head of the response.
 
         If the client has disconnected before the first ones, they are not recorded.
         """
-        if self._state == _NONE:
-            if self._transport.is_closing():
-                return
-            self._base, self._state = self._count_accepted(), _BEGUN
-            self._publish()
-        if self._note:
-            self._base -= len(self._note)
-            data, self._note = self._note + data, b""
-            self._write(data)
-            self._publish()
+        if self._note or self._state == _NONE or len(data) > MAX_UNSENT:
+            self._add_noted(data, _BEGUN)
         else:
             self._write(data)
-            _NUM.pack_into(self._map, self._start, self._num)
+            _WORD.pack_into(self._map, self._header, self._num)
 
     def note(self, event_id: bytes) -> None:
         """Record the ID of an event whose bytes, which come next, do not have it."""
@@ -159,15 +173,35 @@ class SentRecord:
 
     def add_end(self, data: bytes) -> None:
         """Record the last piece of the body, which is about to be sent with the end of the response."""
-        self.add((b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + b"0\r\n\r\n")
-        self._state = _ENDED
+        data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        self._add_noted(data + b"0\r\n\r\n", _ENDED)
+
+    def _add_noted(self, data: bytes, state: int) -> None:
+        """Record bytes and the noted ID, with the new state of the response."""
+        if self._state == _NONE:
+            if self._transport.is_closing():
+                return
+            self._base = self._count_accepted()
+        note, self._note = self._note, b""
+        if len(data) > MAX_UNSENT:
+            # They are written over bytes that may be unsent, and an ID before them over itself.
+            self._state = _UNKNOWN
+            self._publish()
+            if ids := _ID.findall(data):
+                note = b"\0id: %b\n" % ids[-1]
+            data += note
+        else:
+            data = note + data
+        self._base -= len(note)
+        self._state = state
+        self._write(data)
         self._publish()
 
     def _write(self, data: bytes) -> None:
         size = len(data)
         at = self._num % TAIL_BYTES
         self._num += size
-        tail = self._start + _HEADER.size
+        tail = self._start + _START
         if size <= TAIL_BYTES - at:
             self._map[tail + at : tail + at + size] = data
             return
@@ -184,8 +218,16 @@ class SentRecord:
         return count_accepted(self._transport.get_extra_info("socket")) + num_waiting
 
     def _publish(self) -> None:
-        header = self._num, self._accepted, self._base, self._state
-        _HEADER.pack_into(self._map, self._start, *header)
+        """Write the header that is not valid, and then make it the valid one."""
+        [which] = _WORD.unpack_from(self._map, self._start)
+        self._header = self._start + _header_at(1 - which)
+        fields = self._num, self._accepted, self._base, self._state, self._number
+        _HEADER.pack_into(self._map, self._header, *fields)
+        _WORD.pack_into(self._map, self._start, 1 - which)
+
+
+def _header_at(which: int) -> int:
+    return _WORD.size + which * _HEADER.size
 
 
 class SentResponse(NamedTuple):
@@ -204,27 +246,34 @@ class SentResponse(NamedTuple):
     last_event_id: str
 
 
-def read_sent(memory_fd: int, slot: int, connection: socket.socket) -> SentResponse | None:
-    """Return the part of a response that was sent, from the memory of its frontend; None if the record does not say it.
+def read_sent(
+    memory_fd: int, slot: int, number: int, connection: socket.socket
+) -> SentResponse | None:
+    """Return the part of a response that was sent, from the memory of its frontend.
+
+    Return None if that is not known, or if the slot has another record than the one with this number.
 
     Raises:
         OSError: The memory cannot be read, or the connection has ended.
     """
     data = os.pread(memory_fd, SLOT_BYTES, slot * SLOT_BYTES)
-    num, accepted, base, state = _HEADER.unpack_from(data)
+    [which] = _WORD.unpack_from(data)
+    num, accepted, base, state, recorded = _HEADER.unpack_from(data, _header_at(which))
+    if recorded != number or state == _UNKNOWN:
+        return None
     num_accepted = count_accepted(connection)
     if state == _NONE:
         # A whole response is written at once, and then its connection is no longer kept.
         is_untouched = num_accepted == accepted
         return SentResponse(False, False, b"", "") if is_untouched else None
     at = num % TAIL_BYTES
-    tail = data[_HEADER.size :]
+    tail = data[_START:]
     tail = tail[:at] if num < TAIL_BYTES else tail[at:] + tail[:at]
     ids = _ID.findall(tail)
+    has_ended = state == _ENDED
     sent = _NOTE.sub(b"", tail)
     num_unsent = base + num - num_accepted
-    # Older bytes may be about to be overwritten.
-    if not ids or not 0 <= num_unsent <= len(sent) or num_unsent > TAIL_BYTES // 2:
+    if not (ids or has_ended) or not 0 <= num_unsent <= min(len(sent), MAX_UNSENT):
         return None
-    unsent = sent[len(sent) - num_unsent :]
-    return SentResponse(True, state == _ENDED, unsent, ids[-1].decode("ascii", "replace"))
+    last_event_id = ids[-1].decode("ascii", "replace") if ids else ""
+    return SentResponse(True, has_ended, sent[len(sent) - num_unsent :], last_event_id)

@@ -246,6 +246,9 @@ class EventStream:
         try:
             if first:
                 connection.write_chunk(first)
+            elif self._sent is not None:
+                # From here on, the head is not sent again.
+                self._sent.add(b"")
             group.wake_soon()
             await self._ended
         finally:

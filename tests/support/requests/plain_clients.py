@@ -28,12 +28,19 @@ class PlainClient(threading.Thread):
         self._body = body
         self._url = urlsplit(url)
         self._delay_s = delay_s
-        self.start()
-
-    def run(self) -> None:
-        connection = http.client.HTTPConnection(
+        self._connection = http.client.HTTPConnection(
             self._url.hostname or "", self._url.port, timeout=TIMEOUT_S
         )
+        self.start()
+
+    def send_another(self) -> None:
+        """Send another request before the response has ended. Its response is not read."""
+        self._connection.sock.sendall(
+            b"GET /health HTTP/1.1\r\nhost: %b\r\n\r\n" % self._url.netloc.encode()
+        )
+
+    def run(self) -> None:
+        connection = self._connection
         try:
             # As behind a proxy that ends TLS.
             headers = {"x-forwarded-proto": "https", "content-type": "application/json"}

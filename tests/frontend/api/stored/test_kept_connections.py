@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine.frontend.api.durable.sent_bytes import (
+    MAX_UNSENT,
     TAIL_BYTES,
     SentMemory,
     SentRecord,
@@ -68,8 +70,8 @@ async def check_record(sizes: list[int], *, is_read: bool, has_ids: bool, num_be
     assert slot is not None
     try:
         first = count_accepted(copy)
-        record = SentRecord(memory, slot, transport)
-        before = read_sent(memory.fd, slot, copy)
+        record = SentRecord(memory, slot, 5, transport)
+        before = read_sent(memory.fd, slot, 5, copy)
         assert before is not None and not before.has_begun
         record.note_start(b"a:0")
         transport.write(b"HTTP/1.1 200 OK\r\n" * num_before)
@@ -81,16 +83,15 @@ async def check_record(sizes: list[int], *, is_read: bool, has_ids: bool, num_be
             record.add(data)
             transport.write(data)
             written += data
-        found = read_sent(memory.fd, slot, copy)
+        found = read_sent(memory.fd, slot, 5, copy)
         unsent = written[count_accepted(copy) - first :]
         if found is None:
-            # The bytes, or the ID of the last event, are no longer recorded.
-            assert len(unsent) > TAIL_BYTES // 2 or max(sizes) == TAIL_BYTES
+            assert len(unsent) > MAX_UNSENT
             return
         assert (found.unsent, found.last_event_id) == (unsent, f"a:{len(sizes)}")
         assert found.has_begun and not found.has_ended
         record.add_end(b"the end" if has_ids else b"")
-        ended = read_sent(memory.fd, slot, copy)
+        ended = read_sent(memory.fd, slot, 5, copy)
         unsent += b"7\r\nthe end\r\n0\r\n\r\n" if has_ids else b"0\r\n\r\n"
         assert ended is None or (ended.has_ended and ended.unsent == unsent)
     finally:
@@ -98,6 +99,26 @@ async def check_record(sizes: list[int], *, is_read: bool, has_ids: bool, num_be
         for each in (listener, client, copy):
             each.close()
         memory.close()
+
+
+@on_event_loop
+async def test_bytes_that_a_successor_has_still_to_send_survive_its_crash() -> None:
+    loop = asyncio.get_running_loop()
+    memory = SentMemory()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    accepted.setblocking(False)
+    transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
+    record = SentRecord(memory, 0, 6, transport, "a:3", b"rest")
+    assert read_sent(memory.fd, 0, 6, accepted) == (True, False, b"rest", "a:3")
+    assert read_sent(memory.fd, 0, 5, accepted) is None, "it is the record of another response"
+    transport.write(b"rest")
+    record.add_end(b"")
+    assert read_sent(memory.fd, 0, 6, accepted) == (True, True, b"0\r\n\r\n", "a:3")
+    transport.abort()
+    client.close()
+    memory.close()
 
 
 @on_event_loop
@@ -112,12 +133,13 @@ async def test_a_response_to_a_client_that_has_disconnected_is_not_recorded() ->
     copy = socket.socket(fileno=os.dup(accepted.fileno()))
     accepted.setblocking(False)
     transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
-    record = SentRecord(memory, slot, transport)
+    record = SentRecord(memory, slot, 5, transport)
     transport.abort()
     # The socket is closed in the next turn of the event loop.
     await asyncio.sleep(0)
     record.add_end(b"the end")
-    assert read_sent(memory.fd, slot, copy) is None
+    found = read_sent(memory.fd, slot, 5, copy)
+    assert found is not None and not (found.has_begun or found.has_ended or found.unsent)
     client.close()
     copy.close()
     memory.close()
@@ -183,11 +205,16 @@ def test_only_the_successor_of_a_frontend_takes_its_connections(
         if number == 5:
             successor.close()
             turn(holder)
-    # Its own copy replaces the other one.
+    # Its own copy takes the place of the other one.
     again, _ = socket.socketpair()
     socket.send_fds(successor, [encode(Keep(7, "a", b"GET /", 9, 1, replaces=6))], [again.fileno()])
+    successor.send(encode(Drop(6)))
     turn(holder)
-    assert client.recv(10) == b"", "the holder still has the first copy"
+    client.setblocking(False)
+    assert not is_closed(client)
+    successor.send(encode(Drop(7)))
+    turn(holder)
+    assert is_closed(client), "the holder still has a copy"
     memory.close()
 
 
@@ -228,6 +255,56 @@ def test_copies_that_nobody_takes_are_closed(
     turn(holder)
     assert client.recv(1) == b""
     memory.close()
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_copies_leave_descriptors_for_the_files_of_the_store(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory = SentMemory()
+    num_before = num_open()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4 * num_before + 200, limits[1]))
+    clients: list[socket.socket] = []
+    try:
+        held = HeldConnections(str(tmp_path / "connections"))
+        frontend, taking = connect(tmp_path), connect(tmp_path)
+        socket.send_fds(frontend, [encode(Hello(0, 1))], [memory.fd])
+        while not (clients and is_closed(clients[-1])):
+            kept, client = socket.socketpair()
+            client.setblocking(False)
+            clients.append(client)
+            message = Keep(len(clients), "a", b"GET /", 7)
+            socket.send_fds(frontend, [encode(message)], [kept.fileno()])
+            kept.close()
+            turn(held)
+        # The next frontend can still connect, and take all copies. Each of them is closed once.
+        frontend.close()
+        successor = connect(tmp_path)
+        socket.send_fds(successor, [encode(Hello(0, 2))], [memory.fd])
+        turn(held)
+        for number in range(1, len(clients)):
+            assert isinstance(take(held, taking, 2, number), Keep)
+        assert take(held, taking, 2, len(clients)) == Nothing()
+        for number in range(1, len(clients)):
+            successor.send(encode(Drop(number)))
+            turn(held)
+        for client in clients:
+            client.close()
+        for each in (successor, taking, held):
+            each.close()
+        assert num_open() <= num_before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        memory.close()
+
+
+def is_closed(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 def test_a_frontend_that_sends_nonsense_is_disconnected(
