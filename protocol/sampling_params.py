@@ -61,7 +61,8 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Starts and ends are texts; those that are a single token are also listed by id. If `is_open`, no start is needed,
     because the prompt contains it or the format implies it; there must then be an end. A `grammar` in Lark's notation,
     in which `@answer` is the constrained text, replaces all other fields. If `max_tokens` is not -1, at most that many
-    tokens precede the end, which must be a single token.
+    tokens precede the end, which must be a single token. If `is_optional`, the constrained text may come without any
+    reasoning although that `is_open`; a text that may be anything can then end before the reasoning does.
     """
 
     starts: tuple[str, ...]
@@ -71,6 +72,7 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_open: bool
     grammar: str = ""
     max_tokens: int = -1
+    is_optional: bool = False
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -111,6 +111,8 @@ def _after_reasoning(reasoning: FreeReasoning) -> str:
     else:
         ends = ["text_to_end", *(f"TEXT {token}" for token in end_tokens)]
     prefix = "start_mark? reasoning" if reasoning.is_open else "(start_mark reasoning)?"
+    if reasoning.is_open and reasoning.is_optional:
+        prefix = f"({prefix})?"
     return "\n".join(
         [
             f"start: {prefix} @answer",

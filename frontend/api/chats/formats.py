@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Final
 
+import msgspec
+
 from ....protocol.errors import ParameterError
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...chat import (
@@ -179,15 +181,25 @@ class AnswerFormats:
         return limit
 
     def constrain_after_reasoning(
-        self, constraint: StructuredOutput | None, prompt: str, max_tokens: int = -1
+        self,
+        constraint: StructuredOutput | None,
+        prompt: str,
+        max_tokens: int = -1,
+        *,
+        allows_text: bool = False,
     ) -> StructuredOutput | None:
         """Return the constraint on the answer to `prompt`, changed so that it applies only after the reasoning.
 
-        If `max_tokens` is not -1, the reasoning has at most `max_tokens` tokens.
+        If `max_tokens` is not -1, the reasoning has at most `max_tokens` tokens. If the constraint `allows_text` of any
+        kind, the answer may end within the reasoning, for example with a call.
         """
         if constraint is None and max_tokens >= 0:
             constraint = ANY_OUTPUT
         if constraint is None or self._reasoning_parser is None:
             return constraint
         parser = self._reasoning_parser(prompt)
-        return parser.allow_reasoning_before(constraint, self._tokenizer, max_tokens)
+        allowed = parser.allow_reasoning_before(constraint, self._tokenizer, max_tokens)
+        if not allows_text or allowed.reasoning is None or max_tokens >= 0:
+            return allowed
+        reasoning = msgspec.structs.replace(allowed.reasoning, is_optional=True)
+        return msgspec.structs.replace(allowed, reasoning=reasoning)

@@ -39,6 +39,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
     `params` are verified, but their `max_tokens` depends on the prompt. `max_reasoning_tokens` is -1 for no limit.
     `after_reasoning` is the constraint on the text after a reasoning that the client may end; None if it may not.
+    `allows_text` is true if only the calls in an answer are constrained.
     """
 
     tools: ToolChoice
@@ -46,6 +47,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
     predicted_token_ids: npt.NDArray[np.int32] | None
     max_reasoning_tokens: int = -1
     after_reasoning: StructuredOutput | None = None
+    allows_text: bool = False
 
 
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
@@ -105,7 +107,14 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             after_reasoning = await constraint_after_reasoning(serving, given, tools, receive)
         predicted = await encode_prediction(serving, request.prediction)
         predicted_or_none = predicted if len(predicted) else None
-        return ChatPlan(tools, params, predicted_or_none, max_reasoning_tokens, after_reasoning)
+        return ChatPlan(
+            tools,
+            params,
+            predicted_or_none,
+            max_reasoning_tokens,
+            after_reasoning,
+            allows_text=tools.mode is ToolMode.AUTO and asked_for is None,
+        )
 
     def _max_reasoning_tokens(self, request: ChatCompletionRequest, tools: ToolChoice) -> int:
         """Return the limit of reasoning tokens; -1 for none."""
@@ -145,7 +154,10 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             params,
             max_tokens=max_tokens,
             structured_output=serving.formats.constrain_after_reasoning(
-                params.structured_output, chat.text, plan.max_reasoning_tokens
+                params.structured_output,
+                chat.text,
+                plan.max_reasoning_tokens,
+                allows_text=plan.allows_text,
             ),
         )
         if chat.encoder_inputs and len(token_ids) < len(chat.token_ids):

@@ -243,6 +243,20 @@ def test_arguments_of_a_strict_tool_match_its_schema(frontend: FrontendProcess) 
     assert not may_write(frontend, hermes(("get_weather", {"city": 1})))
 
 
+def test_call_of_a_strict_tool_may_end_the_reasoning() -> None:
+    template = "{{ messages[-1]['content'] }}<think>"
+    with FrontendProcess(
+        tool_call_parser="hermes", reasoning_parser="qwen3", chat_template=template
+    ) as frontend:
+        ask(frontend, "a", tools=[strict(SCHEMA)], max_tokens=1)
+        call = hermes(("get_weather", {"city": "Oslo"}))
+        for text in (f"Hm. {call}", f"Hm.</think>{call}", "Hm.</think>It rains."):
+            assert may_write(frontend, text), text
+        wrong = hermes(("get_weather", {"city": 1}))
+        for text in (f"Hm. {wrong}", f"Hm.</think>{wrong}"):
+            assert not may_write(frontend, text), text
+
+
 @pytest.mark.parametrize("choice", [None, "auto", allow("auto", "get_weather"), "required"])
 @pytest.mark.parametrize("form", [None, {"type": "json_object"}])
 def test_a_strict_tool_needs_a_valid_schema(
