@@ -93,10 +93,9 @@ class WeightReader:
 
     `finish` checks that every tensor was read that belongs to `shard`, by default the whole model. `has_head` says
     whether the output projection is a separate tensor, and `has_embedding` whether the model starts from tokens.
-    Quantized matrices stay quantized if `can_keep` accepts them. `tensor_names` are the ones in `ModelSpec`; all tensor
-    names here are the translated ones. Tensors are multiplied by `row_factors` when they are read. If `is_transposed`,
-    the matrices of the layers are stored as [inputs, outputs], and returned as [outputs, inputs]. If `loras` is given,
-    products add its adapters.
+    Quantized matrices stay quantized if `can_keep` accepts them. `tensor_names` are those of `ModelSpec`; all names
+    here are the translated ones. Tensors are multiplied by `row_factors`. If `is_transposed`, matrices of layers are
+    stored as [inputs, outputs] unless they are quantized. If `loras` is given, products add its adapters.
     """
 
     loras: LoraAdapters | None = None
@@ -441,8 +440,9 @@ class WeightReader:
         return tuple(self.checkpoint.shape(self._stored_name(name)))
 
     def _is_stored_transposed(self, name: str) -> bool:
-        """Return whether a matrix is stored as [inputs, outputs]."""
-        return self._is_transposed and _LAYER.search(name) is not None
+        """Return whether a matrix is stored as [inputs, outputs]. Quantized ones are not, because tools turn them."""
+        may_be = self._is_transposed and _LAYER.search(name) is not None
+        return may_be and self.checkpoint.quantized(self._stored_name(name), part=range(1)) is None
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(self.checkpoint.path, problem)
