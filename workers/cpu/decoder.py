@@ -130,7 +130,6 @@ class NativeDecoder:
         num_threads = num_threads or usable_cores()
         adapters = None
         if loras is not None:
-            loras.prepare(spec, shard)
             vocabulary = shard.tensor_parallel.part(spec.vocab_size)
             adapters = NativeAdapters(loras, spec, vocabulary, torch_dtype(dtype))
         weights = NativeWeightReader(
@@ -149,6 +148,8 @@ class NativeDecoder:
             on_matrix=None if adapters is None else adapters.add_matrix,
             packed=packed,
         )
+        if loras is not None:
+            loras.prepare(spec, shard, weights.checkpoint)
         self.score_head = ScoreHead.read(spec, weights, loras) if shard.is_last else None
         shape = model_shape(spec, shard, attention, num_threads)
         self._program = NativeProgram(shape, spec.norm_eps, adapters)

@@ -57,12 +57,15 @@ class FactoredCheckpoint(Checkpoint):
         self._checkpoint = checkpoint
         self.place = checkpoint.place
         self._rules: dict[str, tuple[list[str], RowFactors]] = {}
+        self._names: dict[str, str] = {}
+        """The stored names of tensors with factors, by the names that rules have for them."""
         self.vectors: set[str] = set()
         """The names of vectors that are only factors of matrices. The checkpoint does not return them as tensors."""
         for rule in factors:
             for name in names:
                 vectors = rule.names_of_vector(name)
                 if vectors and names.keys() >= set(vectors):
+                    self._names[name] = names[name]
                     self._rules[names[name]] = [names[each] for each in vectors], rule
                     self.vectors |= {*vectors} - {name}
 
@@ -99,19 +102,20 @@ class FactoredCheckpoint(Checkpoint):
             self.bytes_read = self._checkpoint.bytes_read
             normed = torch.nn.functional.normalize(matrix)
             return normed if dtype is None else normed.to(dtype)
-        is_number = self._checkpoint.shape(vectors[-1]) == (1,)
-        rows = None if dim or is_number else part
-        read = self._checkpoint.tensor(vectors[-1], torch.float32, part=rows)
-        if rule.delay:
-            first = self._checkpoint.tensor(vectors[0], torch.float32)
-            inner = torch.nn.functional.gelu(first @ _embed_delay(rule.delay, first.shape[1]))
-            read = 1 + read @ inner
-        factors = (read * rule.scale) ** rule.power
+        factors = self._factors(vectors, rule, None if dim else part)
         if vectors != [name]:
             matrix = self._checkpoint.tensor(name, torch.float32, part=part, dim=dim)
             factors = factors.view(-1, *[1] * (matrix.dim() - 1)) * matrix
         self.bytes_read = self._checkpoint.bytes_read
         return factors if dtype is None else factors.to(dtype)
+
+    def factors_by_name(self) -> dict[str, torch.Tensor | None]:
+        """Return the factors on all rows of each tensor; None for a tensor whose rows are divided by their norms."""
+        return {
+            name: None if rule.normalizes else self._factors(vectors, rule, None)
+            for name, stored in self._names.items()
+            for vectors, rule in [self._rules[stored]]
+        }
 
     def floats(self, name: str, *, part: range | None = None, dim: int = 0) -> Floats | None:
         """See `Checkpoint.floats`."""
@@ -139,6 +143,17 @@ class FactoredCheckpoint(Checkpoint):
         table = self._checkpoint.table(name, dtype, part)
         self.bytes_read = self._checkpoint.bytes_read
         return table
+
+    def _factors(self, vectors: list[str], rule: RowFactors, part: range | None) -> torch.Tensor:
+        """Return the factors on the rows `part`, or on all rows if it is None."""
+        is_number = self._checkpoint.shape(vectors[-1]) == (1,)
+        rows = None if is_number else part
+        read = self._checkpoint.tensor(vectors[-1], torch.float32, part=rows)
+        if rule.delay:
+            first = self._checkpoint.tensor(vectors[0], torch.float32)
+            inner = torch.nn.functional.gelu(first @ _embed_delay(rule.delay, first.shape[1]))
+            read = 1 + read @ inner
+        return (read * rule.scale) ** rule.power
 
 
 def _embed_delay(delay: int, size: int) -> torch.Tensor:

@@ -96,8 +96,7 @@ class Attention:
             self.qkv = LowRankQueries(rows, source)
         else:
             has_biases = spec.qkv_bias or spec.has_gate_biases
-            qkv = source.read_rows(rows, columns, has_biases=has_biases)
-            self.qkv = weights.adapt_rows(qkv, rows, columns)
+            self.qkv = source.read_rows(rows, columns, has_biases=has_biases, is_adapted=True)
         output_size = spec.num_heads * spec.output_dim
         outputs = elements(heads, spec.output_dim)
         self._output = source.read_columns(

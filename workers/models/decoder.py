@@ -124,7 +124,7 @@ class Decoder(TorchDecoder):
         )
         self.loras = weights.loras = loras
         if loras is not None:
-            loras.prepare(spec, shard, kernels, dtype)
+            loras.prepare(spec, shard, weights.checkpoint, kernels, dtype)
         source = LayerSource(spec, weights, "", shard, kernels)
         is_tied = shard.is_last and spec.has_head and spec.tie_word_embeddings
         embeds = shard.is_first and spec.has_embedding

@@ -42,11 +42,21 @@ class LayerSource(NamedTuple):
         return self.kernels.linear(weight, bias)
 
     def read_rows(
-        self, rows: Sequence[Rows], num_columns: int, *, has_biases: bool = False
+        self,
+        rows: Sequence[Rows],
+        num_columns: int,
+        *,
+        has_biases: bool = False,
+        is_adapted: bool = False,
     ) -> Linear:
-        """Return the product with rows of several modules, whose names include the prefix."""
+        """Return the product with rows of several modules, whose names include the prefix.
+
+        If `is_adapted`, LoRA adapters may change it.
+        """
         weight = self.weights.read_matrix_rows(rows, num_columns)
-        return self.kernels.linear(weight, self.weights.read_biases(rows) if has_biases else None)
+        biases = self.weights.read_biases(rows) if has_biases else None
+        product = self.kernels.linear(weight, biases)
+        return self.weights.adapt_rows(product, rows, num_columns) if is_adapted else product
 
     def read_columns(
         self,

@@ -67,7 +67,9 @@ class DifferentialAttention(AttentionKind):
         ]
         self._num_heads, self._group = len(own_H), group
         self._num_kv_heads = len(own_G) if layer.kv_source is None else 0
-        self.qkv = source.read_rows(rows, spec.hidden_size, has_biases=spec.qkv_bias)
+        self.qkv = source.read_rows(
+            rows, spec.hidden_size, has_biases=spec.qkv_bias, is_adapted=True
+        )
         part = range(kv_heads.start // 2 * group, kv_heads.stop // 2 * group)
         self._output = source.read_columns(
             "o_proj",
@@ -75,6 +77,7 @@ class DifferentialAttention(AttentionKind):
             spec.num_heads * self._size,
             elements(part, spec.head_dim),
             has_bias=spec.attention_output_bias,
+            is_adapted=True,
         )
         self._norm_K: Tensor | None = None
         if layer.difference.has_norm_weights:

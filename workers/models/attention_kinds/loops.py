@@ -34,8 +34,7 @@ class LoopAttention:
         parts = [elements(part, size) for part in (heads, kv_heads, kv_heads)]
         names = ["q_proj", "k_proj", "v_proj"]
         rows = weights.rows(prefix, names, [count * size for count in counts], parts)
-        qkv = source.read_rows(rows, spec.hidden_size)
-        self.qkv = weights.adapt_rows(qkv, rows, spec.hidden_size)
+        self.qkv = source.read_rows(rows, spec.hidden_size, is_adapted=True)
         total = spec.num_heads * size
         self._output = source.read_columns(
             "o_proj", spec.hidden_size, total, parts[0], is_adapted=True

@@ -44,8 +44,9 @@ class ScaledAttention(AttentionKind):
         rows = weights.rows(
             prefix, ["q_proj", "k_proj", "v_proj"], [count * size for count in counts], parts
         )
-        projected = source.read_rows(rows, spec.hidden_size, has_biases=spec.qkv_bias)
-        self._qkv = weights.adapt_rows(projected, rows, spec.hidden_size)
+        self._qkv = source.read_rows(
+            rows, spec.hidden_size, has_biases=spec.qkv_bias, is_adapted=True
+        )
         total = sum(counts) * size
         of_queries = weights.read(f"{prefix}tau.wq", spec.num_heads, total, part=heads)
         # There may be more rows than heads of values.

@@ -56,7 +56,7 @@ class CompressedAttention:
             Rows(f"{prefix}q_a_proj", rank, range(rank)),
             Rows(f"{prefix}kv_proj", size, range(size)),
         ]
-        self._first = source.read_rows(rows, spec.hidden_size)
+        self._first = source.read_rows(rows, spec.hidden_size, is_adapted=True)
         self._query_norm, self._key_norm = (
             RMSNorm(weights.read_vector(f"{prefix}{name}.weight", count), spec.norm_eps)
             for name, count in (("q_a_norm", rank), ("kv_norm", size))
@@ -98,15 +98,19 @@ class CompressedAttention:
             name = f"{prefix}compressor.indexer."
             inputs.append(Rows(f"{name}weights_proj", count, range(count)))
             queries.append(Rows(f"{name}q_b_proj", count * of_head, range(count * of_head)))
-        self._inputs = source.read_rows(inputs, spec.hidden_size) if inputs else None
-        self._queries = source.read_rows(queries, rank)
+        self._inputs = None
+        if inputs:
+            self._inputs = source.read_rows(inputs, spec.hidden_size, is_adapted=True)
+        self._queries = source.read_rows(queries, rank, is_adapted=True)
         shape = compressed.num_groups * compressed.output_rank, group_columns(spec, compressed)
         self._groups = [
             source.read_linear("o_a_proj", *shape, part) for part in group_rows(compressed, shard)
         ]
         outputs = compressed.num_groups * compressed.output_rank
         own = shard.tensor_parallel.part(outputs)
-        self._output = source.read_columns("o_b_proj", spec.hidden_size, outputs, own)
+        self._output = source.read_columns(
+            "o_b_proj", spec.hidden_size, outputs, own, is_adapted=True
+        )
 
     def forward(
         self,

@@ -67,22 +67,26 @@ class LatentAttention:
             rows += self._indexer.first_rows
             of_index = self._indexer.query_rows
             if latent.indexer.norms_inputs:
-                self._index_queries = source.read_rows([of_index], spec.hidden_size)
+                self._index_queries = source.read_rows(
+                    [of_index], spec.hidden_size, is_adapted=True
+                )
             elif not latent.joins_query_vectors:
                 queries.append(of_index)
             elif latent.query_rank is not None:
-                self._index_queries = source.read_rows([of_index], latent.query_rank)
+                self._index_queries = source.read_rows(
+                    [of_index], latent.query_rank, is_adapted=True
+                )
         if latent.joins_query_vectors:
             queries += gates
         else:
             rows += gates
         if latent.query_rank is not None:
-            self._queries = source.read_rows(queries, latent.query_inputs)
+            self._queries = source.read_rows(queries, latent.query_inputs, is_adapted=True)
             self._query_norm = read_latent_norm(
                 source, "q_a_layernorm", latent.query_rank, latent.norm_eps
             )
         columns = layer.input_size or spec.hidden_size
-        self.qkv = source.read_rows(rows, columns, has_biases=spec.qkv_bias)
+        self.qkv = source.read_rows(rows, columns, has_biases=spec.qkv_bias, is_adapted=True)
         self._sizes = [len(rows[0].part)]
         if self._has_keys:
             self._sizes += [latent.kv_rank, latent.rotary_dim]
@@ -117,6 +121,7 @@ class LatentAttention:
             spec.num_heads * latent.value_dim,
             elements(heads, latent.value_dim),
             has_bias=spec.attention_output_bias,
+            is_adapted=True,
         )
 
     def forward(

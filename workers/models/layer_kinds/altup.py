@@ -20,7 +20,7 @@ from ..layer_source import LayerSource
 from ..layer_step import LayerStep
 from ..mlp import MLP
 from ..per_layer_inputs import PerLayerBlock
-from ..weights import WeightReader
+from ..weights import Rows, WeightReader
 
 _SMALLEST_SQUARE = 1e-5
 
@@ -107,7 +107,9 @@ class AltUpLayer:
             )
         )
         self._left, self._right = (
-            source.read_linear(f"laurel.{name}", rows, columns)
+            source.read_rows(
+                [Rows(f"{prefix}laurel.{name}", rows, range(rows))], columns, is_adapted=True
+            )
             for name, rows, columns in (
                 ("linear_left", rank, hidden),
                 ("linear_right", hidden, rank),

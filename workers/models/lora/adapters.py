@@ -19,14 +19,17 @@ from ....protocol.file_identity import LoraAdapter
 from ...layers.layers import LayerKernels
 from ...layers.parallel.shard import ModelShard
 from ...layers.spec import ModelSpec
+from ...loaders.checkpoint import Checkpoint
 from ...loaders.gguf_adapter import GGUFAdapter
 from ...loaders.peft_adapter import Change, PEFTAdapter, Replacement
-from .matrices import EMBEDDING, HEAD, AdaptedMatrix, AdaptedProduct
+from ...loaders.row_factors import FactoredCheckpoint
+from .matrices import EMBEDDING, HEAD, AdaptedMatrix, AdaptedProduct, scale_rows
 
 AdapterFiles: TypeAlias = PEFTAdapter | GGUFAdapter
 
 _BASE: Final = -1
 _LAYER: Final = re.compile(r"layers\.(\d+)\..+")
+_FACTORED: Final = re.compile(rf"{_LAYER.pattern}|{HEAD}$")
 _OUTSIDE_LAYERS: Final = re.compile(r"(?:^|\.)(embed_tokens|lm_head|score_head\.\w+)$")
 
 
@@ -76,6 +79,8 @@ class LoraAdapters:
         """The adapter number of each token of the current step, on the device if products need it there."""
         self.on_load: Callable[[], None] = lambda: None
         """A function that is called before the factors of an adapter are packed."""
+        self._row_factors: dict[str, Tensor | None] = {}
+        """The factors on the outputs of modules, by name; None for a module whose rows are divided by their norms."""
         self._products: list[AdaptedProduct] = []
         self._modules: set[str] = set()
         self._loaded: dict[int, LoadedAdapter] = {}
@@ -84,15 +89,24 @@ class LoraAdapters:
         self,
         spec: ModelSpec,
         shard: ModelShard,
+        checkpoint: Checkpoint,
         kernels: LayerKernels | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Prepare for the part `shard` of the model `spec`.
 
+        Factors of the checkpoint's matrices also apply to what adapters add to these.
         Products in torch use `kernels` to multiply by the factors, in `dtype`, by default float32.
         """
         self._spec, self._shard = spec, shard
         self.kernels, self.dtype = kernels or LayerKernels(), dtype or torch.float32
+
+        if isinstance(checkpoint, FactoredCheckpoint):
+            self._row_factors = {
+                found[0]: factors
+                for name, factors in checkpoint.factors_by_name().items()
+                if (found := _FACTORED.search(name.removesuffix(".weight"))) is not None
+            }
 
     def add_product(self, product: AdaptedProduct) -> None:
         """Add a product that adapters may change."""
@@ -165,8 +179,9 @@ class LoraAdapters:
             if name not in self._modules:
                 raise file.error(
                     f"the module {module} of this model cannot be adapted; only the projections of "
-                    "attention, recurrent layers and dense MLPs can be adapted, and on a CPU also the "
-                    "embedding, the output head, and experts without --enable-expert-parallel"
+                    "attention except kv_b_proj, of recurrent layers and of dense MLPs can be adapted, "
+                    "and on a CPU also the embedding, the output head, and experts without "
+                    "--enable-expert-parallel"
                 )
         return own
 
@@ -225,6 +240,14 @@ class LoraAdapters:
             )
         if not all(tensor is None or bool(tensor.isfinite().all()) for tensor in tensors):
             raise file.error(f"{module} has numbers that are not finite")
+        if part.rows.name in self._row_factors:
+            factors_O = self._row_factors[part.rows.name]
+            if factors_O is None:
+                raise file.error(
+                    f"{module} cannot be adapted, because this model divides its rows by their norms; "
+                    "merge the adapter into the model"
+                )
+            change = scale_rows(change, factors_O)
         return part.changed(change)
 
 

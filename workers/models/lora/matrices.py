@@ -62,6 +62,16 @@ class AdaptedMatrix(msgspec.Struct, frozen=True):
         return LowRank(down_RI.contiguous(), self.rows.select(change.up_OR), bias_O)
 
 
+def scale_rows(change: Change, factors_O: Tensor) -> Change:
+    """Return a change of a module whose outputs are multiplied by `factors_O`, one for each or one for all."""
+    bias_O = change.bias if isinstance(change, Replacement) else change.bias_O
+    if bias_O is not None:
+        bias_O = bias_O * factors_O
+    if isinstance(change, Replacement):
+        return Replacement(change.weight * factors_O[:, None], bias_O)
+    return LowRank(change.down_RI, change.up_OR * factors_O[:, None], bias_O)
+
+
 class AdaptedProduct(Protocol):
     """A table, or a product of one or more matrices, that adapters may change."""
 

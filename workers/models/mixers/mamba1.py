@@ -82,9 +82,11 @@ class Mamba1Mixer(Mixer):
 
     def _read_products(self, layer: Mamba1, source: LayerSource, own: range) -> None:
         prefix = source.prefix
-        selection = source.read_columns("x_proj", sum(self._sizes), layer.channels, own)
+        selection = source.read_columns(
+            "x_proj", sum(self._sizes), layer.channels, own, is_adapted=True
+        )
         rows = step_rows(layer, f"{prefix}dt_proj", own)
-        steps = source.read_rows([rows], layer.step_rank)
+        steps = source.read_rows([rows], layer.step_rank, is_adapted=True)
         self._selection = lambda x_TI: selection(x_TI).unsqueeze(1)
         self._steps = lambda steps_T1E: steps(steps_T1E.squeeze(1).contiguous())
 

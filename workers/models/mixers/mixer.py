@@ -82,7 +82,10 @@ class Mixer(ABC):
         rows = self.rows(layer, weights, prefix, tensor_parallel)
         if rows.projection:
             self.projection = source.read_rows(
-                rows.projection, spec.hidden_size, has_biases=rows.has_projection_bias
+                rows.projection,
+                spec.hidden_size,
+                has_biases=rows.has_projection_bias,
+                is_adapted=True,
             )
         if channels := rows.convolution:
             taps = [
@@ -95,12 +98,14 @@ class Mixer(ABC):
                 if rows.has_convolution_bias
             ]
             self._conv = CausalConvolution(torch.cat(taps), torch.cat(biases) if biases else None)
+        own = rows.runs(tensor_parallel)[tensor_parallel.rank]
         self._output = source.read_columns(
             "out_proj",
             spec.hidden_size,
             rows.num_columns,
-            rows.runs(tensor_parallel)[tensor_parallel.rank],
+            own,
             has_bias=rows.has_output_bias,
+            is_adapted=len(own) == 1,
         )
         self._size = layer.state_parts.size(tensor_parallel.size)
 

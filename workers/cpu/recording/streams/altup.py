@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....layers.specs.altup import AltUpSpec
+from ....models.weights import Rows
 from ...abi import structs
 from ...abi.structs import MAX_PARTS
 from ...packing import PackedWeight
@@ -68,7 +69,8 @@ class AltUpRecorder:
     def laurel_projection(self, prefix: str) -> PackedWeight:
         """Return the first matrix of the low-rank product (LAuReL) that is computed in addition to attention."""
         rank, hidden = self._altup.laurel_rank, self._blocks.spec.hidden_size
-        return self._blocks.weights.packed(f"{prefix}laurel.linear_left.weight", rank, hidden)
+        rows = Rows(f"{prefix}laurel.linear_left", rank, range(rank))
+        return self._blocks.weights.packed_together([rows], hidden)[0]
 
     def add_laurel(self, prefix: str, input_norm: str, first_column: int) -> None:
         """Record the addition of its norm, and of the low-rank product of that norm, to the residual stream.
@@ -79,8 +81,8 @@ class AltUpRecorder:
             first_column: The column of the projection at which the result of the first matrix begins.
         """
         blocks, rank = self._blocks, self._altup.laurel_rank
-        right = blocks.weights.packed(
-            f"{prefix}laurel.linear_right.weight", blocks.spec.hidden_size, rank
+        right = blocks.weights.packed_columns(
+            f"{prefix}laurel.linear_right.weight", blocks.spec.hidden_size, rank, [range(rank)], 0
         )
         self._program.add_op("add_normed", vectors=blocks.hidden_norm(f"{prefix}{input_norm}"))
         columns = range(first_column, first_column + rank)
