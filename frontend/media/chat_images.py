@@ -13,9 +13,10 @@ from PIL import Image
 
 from ...protocol.config import EngineConfig
 from ...protocol.config.frontend import MAX_VIDEO_FPS, MAX_VIDEO_FRAMES
+from ...protocol.config.images.sized import PatchesProcessor
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.errors import ParameterError
-from ..chat.messages import IMAGE_PART, VIDEO_PART, TemplatePart, fields_for_template
+from ..chat.messages import IMAGE_PART, MEDIA_MARK, VIDEO_PART, TemplatePart, fields_for_template
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer.tokenizer import Tokenizer
@@ -31,18 +32,22 @@ from .sources.processor_fields import LIMITS_OF_PARTS, ProcessorField, take_fiel
 
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
+_MAX_HEADER: Final = 4096
+"""Maximum number of characters that are drawn on an image."""
+
 _VIDEO_KINDS: Final = ("video_url", "input_video", "video")
 
 
 class ChatImage(NamedTuple):
     """An image of a conversation: a URL, or a Pillow image from a caller in this process.
 
-    `fields` replace settings of the model's processor.
+    `fields` replace settings of the model's processor. `header` is a text that is drawn above the image.
     """
 
     source: str | Image.Image
     where: str
     fields: tuple[ProcessorField, ...] = ()
+    header: str = ""
 
 
 class EmbeddedImage(NamedTuple):
@@ -92,6 +97,27 @@ def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any],
     verify_count("images", len(media) - num_videos, limits.max_images)
     verify_count("videos", num_videos, limits.max_videos or 0)
     return taken, media
+
+
+def _text_in(messages: Sequence[Any]) -> str:
+    """Return the text of a conversation, which is drawn on its image.
+
+    Raises:
+        ParameterError: There is no text, or too much.
+    """
+    texts: list[str] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list) else [content]
+        found = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+        texts += (text for text in found if isinstance(text, str))
+    header = "".join(texts).strip()
+    if not 0 < len(header) <= _MAX_HEADER:
+        raise ParameterError(
+            "messages",
+            f"must have a text of 1 to {_MAX_HEADER} characters, which is drawn on the image; got {len(header)}",
+        )
+    return header
 
 
 def _kind(part: Any) -> str:
@@ -222,11 +248,17 @@ class ChatImages(ChatMedia):
         self._size = config.model.images.output_size
         self._stands_alone = config.model.images.stands_alone
         self._precedes_prompt = config.model.images.precedes_prompt
+        images = config.model.images
+        self._draws_text = isinstance(images, PatchesProcessor) and images.font != ""
 
     def _take(
         self, messages: Sequence[Any], options: MediaOptions
     ) -> tuple[list[Any], list[ChatItem]]:
-        return take_media(messages, self._limits)
+        taken, media = take_media(messages, self._limits)
+        if media and self._draws_text:
+            header = _text_in(messages)
+            media = [x._replace(header=header) if isinstance(x, ChatImage) else x for x in media]
+        return taken, media
 
     async def prepare(
         self, found: Sequence[ChatItem], options: MediaOptions = DEFAULT_OPTIONS
@@ -293,6 +325,9 @@ class ChatImages(ChatMedia):
             return *encode(text), []
         if self._stands_alone:
             return "", *self._places.place_alone(text, images)
+        if self._draws_text:
+            # The decoder does not read the text.
+            text = MEDIA_MARK * len(images)
         images = self._places.in_order(text, images)
         if self._precedes_prompt:
             return self._places.place_before(text, images, encode)
@@ -321,7 +356,7 @@ class ChatImages(ChatMedia):
             )
         num_images = sum(not isinstance(item, ChatVideo) for item in found)
         return await self._executor.in_thread(
-            reader.read_image, source, where, num_images, image.fields
+            reader.read_image, source, where, num_images, image.fields, image.header
         )
 
     def _place_embeddings(

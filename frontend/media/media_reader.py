@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...protocol.config.images.processors import AnyImageProcessor
+from ...protocol.config.images.sized import PatchesProcessor
 from ...protocol.config.videos import AnyVideoProcessor
 from ...protocol.encoder_inputs.inputs import EncoderInput
 from ...protocol.encoder_inputs.payloads import EmbeddingPayload
@@ -91,6 +92,7 @@ class MediaReader:
         where: str,
         num_images: int,
         fields: Sequence[ProcessorField] = (),
+        header: str = "",
     ) -> PreparedImage:
         """Return one of a prompt's images, preprocessed.
 
@@ -99,11 +101,14 @@ class MediaReader:
             where: The name of the field in errors.
             num_images: The number of the prompt's images.
             fields: The fields of the request, which replace settings of the processor.
+            header: The text that is drawn above the image.
 
         Raises:
             ParameterError: The image cannot be read, or a field is outside the server's limits.
         """
         config = with_image_fields(self._config.images, fields)
+        if header and isinstance(config, PatchesProcessor):
+            config = msgspec.structs.replace(config, header=header)
         if isinstance(source, str):
             source = read_data_url(source, where)
         background = config.background

@@ -69,10 +69,10 @@ class _Child:
     ) -> tuple[Prepared | Opened | DocumentText | Refused, Iterable[bytes | memoryview]]:
         try:
             match request:
-                case ReadImage(where, source, num_images, fields):
+                case ReadImage(where, source, num_images, fields, header):
                     [file] = _read(source, content)
                     assert self._reader is not None
-                    return _reply(self._reader.read_image(file, where, num_images, fields))
+                    return _reply(self._reader.read_image(file, where, num_images, fields, header))
                 case ReadVideo(where, source, sampling, fields):
                     given: Any = _read(source, content)
                     assert self._reader is not None

@@ -39,6 +39,7 @@ class ReadImage(msgspec.Struct, tag=1, array_like=True):
     source: Source
     num_images: int
     fields: tuple[ProcessorField, ...] = ()
+    header: str = ""
 
 
 class ReadVideo(msgspec.Struct, tag=2, array_like=True):

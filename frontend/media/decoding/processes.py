@@ -147,6 +147,7 @@ class MediaProcesses(ProcessPool[Reply]):
         where: str,
         num_images: int,
         fields: tuple[ProcessorField, ...] = (),
+        header: str = "",
     ) -> PreparedImage:
         """Return one of a prompt's images, preprocessed.
 
@@ -155,12 +156,13 @@ class MediaProcesses(ProcessPool[Reply]):
             where: The name of the field in errors.
             num_images: The number of the prompt's images.
             fields: The fields of the request, which replace settings of the processor.
+            header: The text that is drawn above the image.
 
         Raises:
             ParameterError: The image cannot be read, or a field is outside the server's limits.
         """
         parts = [_bytes(source)]
-        request = ReadImage(where, _describe(source, parts), num_images, fields)
+        request = ReadImage(where, _describe(source, parts), num_images, fields, header)
         return self._prepare(request, parts)
 
     def read_video(

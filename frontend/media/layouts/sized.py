@@ -15,6 +15,7 @@ from ....protocol.config.images.sized import (
     RatioProcessor,
 )
 from ....protocol.encoder_inputs.payloads import ImagePayload
+from .headers import with_header
 from .pixels import Parts, Tile, make_tile, resize
 
 
@@ -36,6 +37,10 @@ def fit_budget(image: Image.Image, config: BudgetProcessor) -> Parts:
 
 def patches(image: Image.Image, config: PatchesProcessor) -> Parts:
     """Return the image for cross attention, with pixels in float32, resized to whole patches."""
+    if config.font:
+        if not config.header:
+            raise ValueError("its text is drawn on it; send both in a conversation")
+        image = with_header(image, config.header, config.font)
     side, most = config.patch_size, config.max_patches
     width, height = image.size
     scale = (most * (side / height) * (side / width)) ** 0.5

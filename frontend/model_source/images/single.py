@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -237,9 +238,20 @@ def read_square(source: ProcessorSource, vision: VisionSpec) -> SquareProcessor:
 
 
 def patches(source: ProcessorSource, vision: VisionSpec) -> PatchesProcessor:
-    """Return the processor of Pix2Struct, which does not draw texts on images."""
+    """Return the processor of Pix2Struct, which draws the text of a prompt on the image if `is_vqa`.
+
+    Raises:
+        CheckpointError: A field is invalid, or the font of such texts is missing.
+    """
     fields, side = source.fields, vision.patch_size
-    fields.require("is_vqa", False, ", because no text is drawn on images")
+    font = ""
+    if fields.boolean("is_vqa", False):
+        font = fields.text("font_path", str(source.path / "Arial.TTF"))
+        if not Path(font).is_file():
+            raise fields.error(
+                f"is_vqa needs a font for questions, and there is no file {font}; "
+                """name one with --mm-processor-kwargs '{"font_path": "…"}'"""
+            )
     size = sides(fields, "patch_size")
     for name in ("height", "width"):
         size.require(name, side, ", as in the vision tower", default=16)
@@ -252,6 +264,7 @@ def patches(source: ProcessorSource, vision: VisionSpec) -> PatchesProcessor:
         patch_size=side,
         max_patches=most,
         normalizes=fields.boolean("do_normalize", True),
+        font=font,
         is_required=True,
         max_images=1,
     )

@@ -60,7 +60,6 @@ def pix2struct(fields: ConfigFields, architecture: str) -> dict[str, Any]:
         fields.section_or_empty("vision_config"),
         fields.required_section("text_config"),
     )
-    fields.require("is_vqa", False, ", because no text is drawn on images")
     return {
         "text_config": {
             **decoder.config,

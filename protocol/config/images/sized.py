@@ -106,9 +106,12 @@ class PatchesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pat
     """Resizes an image to as many patches of `patch_size` x `patch_size` pixels as `max_patches` allows (Pix2Struct).
 
     Pixels are not rounded. Their mean and standard deviation are those of the image itself if `normalizes`. Cross
-    attention reads the image.
+    attention reads the image. With the file of a `font`, the text of a prompt, `header`, is first drawn above its
+    image, and the decoder does not read it.
     """
 
     patch_size: int
     max_patches: int
     normalizes: bool
+    font: str = ""
+    header: str = ""
