@@ -353,7 +353,7 @@ class RecurrentModel(msgspec.Struct, frozen=True):
             return cls(layer, *nominal_heads(layer))
         is_latent = fields.text("model_type") != "alice_ai"
         if isinstance(layer, LightningAttention):
-            is_latent = layer.is_rotated
+            is_latent = layer.is_rotated and not layer.has_separate_projections
         if is_latent and isinstance(layer, KimiDeltaAttention | LightningAttention):
             size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim", minimum=0)
             return cls(layer, 1, size, values_are_keys=True)
