@@ -116,6 +116,13 @@ async def test_bytes_that_a_successor_has_still_to_send_survive_its_crash() -> N
     transport.write(b"rest")
     record.add_end(b"")
     assert read_sent(memory.fd, 0, 6, accepted) == (True, True, b"0\r\n\r\n", "a:3")
+    # The head may be all that was sent for a while.
+    record = SentRecord(memory, 1, 7, transport)
+    record.note_start(b"b:0")
+    transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert read_sent(memory.fd, 1, 7, accepted) is None
+    record.add(b"")
+    assert read_sent(memory.fd, 1, 7, accepted) == (True, False, b"", "b:0")
     transport.abort()
     client.close()
     memory.close()
