@@ -145,7 +145,8 @@ class PackedFile:
 
     def _is_whole(self) -> bool:
         with _unless_damaged(), self.path.open("rb") as file:
-            return bool(_read_index(file))
+            _read_index(file)
+            return True
         return False
 
     def _make_room(self, size: int) -> None:
@@ -164,7 +165,7 @@ class PackedFile:
 
 
 def _unless_damaged() -> contextlib.suppress:
-    """Return a context that ends when a file is missing or damaged."""
+    """Return a context that suppresses the errors of a missing or damaged file."""
     return contextlib.suppress(OSError, ValueError, struct.error, msgspec.MsgspecError)
 
 
