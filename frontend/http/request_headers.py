@@ -11,8 +11,6 @@ from starlette.types import Scope
 
 from .errors import wrong
 
-HEADER: Final = "X-Request-Timeout"
-
 MAX_TRACE_STATE: Final = 512
 """Maximum bytes of `tracestate`. The specification allows servers to drop longer ones."""
 
@@ -31,17 +29,17 @@ def read_deadline(scope: Scope, default_s: float) -> float:
     seconds = default_s
     for name, value in scope["headers"]:
         if name == b"x-request-timeout":
-            seconds = _parse(value.decode("latin-1"))
+            seconds = _parse_timeout(value.decode("latin-1"))
     return time.monotonic() + seconds if seconds else 0.0
 
 
-def _parse(text: str) -> float:
+def _parse_timeout(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise wrong(HEADER, "a number of seconds greater than 0", text)
+        raise wrong("X-Request-Timeout", "a number of seconds greater than 0", text)
     return seconds
 
 
