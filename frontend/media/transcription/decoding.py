@@ -124,12 +124,12 @@ class WindowDecoder:
         options = self._options
         asked: asyncio.Task[float] | None = None
         if options.has_segments or options.is_streamed:
-            # Both requests run at the same time, so that the encoder runs once for both.
+            # Without a stream, both requests run at the same time, so that the encoder runs once for both.
             asked = asyncio.create_task(self._no_speech_prob(inputs))
         shown, held = deltas, Deltas()
         try:
-            if asked is not None and options.is_streamed:
-                shown = held if await asked > MAX_NO_SPEECH_PROB else deltas
+            if asked is not None and options.is_streamed and await asked > MAX_NO_SPEECH_PROB:
+                shown = held
             decoded = await self._decode_once(window, inputs, options.temperature, shown)
             if asked is not None:
                 decoded.no_speech_prob = await asked
@@ -139,7 +139,7 @@ class WindowDecoder:
             deltas.put_nowait(None)
             if asked is not None:
                 asked.cancel()
-        if asked is None and decoded.is_doubtful and not options.is_streamed:
+        if asked is None and decoded.is_doubtful:
             decoded.no_speech_prob = await self._no_speech_prob(inputs)
         no_speech_prob = decoded.no_speech_prob
         if not options.is_streamed:
