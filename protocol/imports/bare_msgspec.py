@@ -1,6 +1,6 @@
 """msgspec without `typing_extensions`, which takes 40 % of the time in which it is imported.
 
-It looks there for functions that Python 3.11 and later have in `typing`.
+msgspec needs it only for functions that `typing` lacks before Python 3.11.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 
 def install() -> None:
-    """Import msgspec. Does nothing but this if it or `typing_extensions` is imported already."""
+    """Import msgspec without `typing_extensions`. Does nothing if either is imported already."""
     names = ("msgspec", "typing_extensions")
     if not any(name in sys.modules for name in names):
         # An import of a module that is None fails, and msgspec then takes the functions of `typing`.
