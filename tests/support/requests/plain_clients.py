@@ -63,8 +63,9 @@ class PlainClient(threading.Thread):
         others: list[Any] = []
         for line in self.data.decode().splitlines():
             data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                others.append(data)
             if not data.startswith("{"):
-                others += [data] * (data == "[DONE]")
                 continue
             event = json.loads(data)
             index, text, is_only_text = _take_text(event)
