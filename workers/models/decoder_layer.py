@@ -125,26 +125,21 @@ class DecoderLayer:
             self._attention_sum_norm = norm(norms.attention_sum)
         self._attention_gate: AnyResidual | None = None
         self._mlp_gate: AnyResidual | None = None
-        if spec.has_output_factors:
-            self._attention_gate, self._mlp_gate = (
-                OutputFactor(spec, weights, f"{prefix}{name}_layer_scale")
-                for name in ("attn", "ffn")
-            )
-        if spec.has_stream_factors:
-            self._attention_gate, self._mlp_gate = (
-                ResidualFactor(spec, weights, f"{prefix}{name}_residual")
-                for name in ("input", "post_attention")
-            )
-        if spec.has_residual_scales:
-            self._attention_gate, self._mlp_gate = (
-                ResidualScale(spec, weights, f"{prefix}{name}_scale")
-                for name in ("attention", "mlp")
-            )
-        if spec.residual_temperature:
-            self._attention_gate, self._mlp_gate = (
-                ResidualGate(spec, weights, f"{prefix}{name}")
-                for name in (norms.attention_output, norms.mlp_output)
-            )
+        gates: tuple[tuple[object, type[AnyResidual], tuple[str | None, str | None]], ...] = (
+            (spec.has_output_factors, OutputFactor, ("attn_layer_scale", "ffn_layer_scale")),
+            (
+                spec.has_stream_factors,
+                ResidualFactor,
+                ("input_residual", "post_attention_residual"),
+            ),
+            (spec.has_residual_scales, ResidualScale, ("attention_scale", "mlp_scale")),
+            (spec.residual_temperature, ResidualGate, (norms.attention_output, norms.mlp_output)),
+        )
+        for exists, kind, names in gates:
+            if exists:
+                self._attention_gate, self._mlp_gate = (
+                    kind(spec, weights, f"{prefix}{name}") for name in names
+                )
         self._per_layer: PerLayerBlock | None = None
         if spec.per_layer_inputs is not None:
             self._per_layer = PerLayerBlock(spec.per_layer_inputs, source)
