@@ -170,10 +170,9 @@ class GridTower(ImageTower):
         places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
         if self._first_RD is not None:
             x_PD = torch.cat((self._first_RD, x_PD))
-            if places_P2 is not None and spec.has_class_angles:
-                places_P2 = F.pad(places_P2, (0, 0, 1, 0), value=-1)
-            elif places_P2 is not None:
-                places_P2 = F.pad(places_P2 + 1, (0, 0, 1, 0))
+            if places_P2 is not None:
+                first = -1 if spec.has_class_angles else 0
+                places_P2 = F.pad(places_P2 + first + 1, (0, 0, 1, 0), value=first)
         if self._patch_norm is not None and spec.norms_positions:
             x_PD = self._patch_norm(x_PD)
         order: _WindowOrder | None = None
@@ -192,7 +191,7 @@ class GridTower(ImageTower):
             else:
                 features = layers(x_PD, Patches(places_P2, windows))
                 x_PD = features[max(features)]
-        last_PD = x_PD if self._first_RD is None else x_PD[len(self._first_RD) :]
+        last_PD = x_PD[-len(row_P) :]
         if self._final_norm is not None:
             last_PD = self._final_norm(last_PD)
         if image.is_frame and spec.frame_merge > 1:
