@@ -125,7 +125,8 @@ class OutputProcessor:
         # Most messages have only tokens, and numpy takes long if it is called once per step.
         counts = outputs.prediction_counts
         predictions = int32_view(counts).reshape(-1, 3).tolist() if counts else []
-        drafts = int32_view(outputs.draft_counts).reshape(-1, 2) if outputs.draft_counts else None
+        counts = outputs.draft_counts
+        drafts = int32_view(counts).reshape(-1, 2).tolist() if counts else []
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
             self._apply_event(event)
@@ -146,10 +147,9 @@ class OutputProcessor:
             if (sequence := self.sequences.get(request_index)) is not None:
                 sequence.num_accepted_predictions += num_accepted
                 sequence.num_rejected_predictions += num_rejected
-        if drafts is not None:
-            for request_index, num_drafts in drafts.tolist():
-                if (sequence := self.sequences.get(request_index)) is not None:
-                    sequence.num_drafts += num_drafts
+        for request_index, num_drafts in drafts:
+            if (sequence := self.sequences.get(request_index)) is not None:
+                sequence.num_drafts += num_drafts
         if token_ids:
             self._unsent_since = outputs.timestamp
             self._append_tokens(outputs, owners_of(outputs, rows.sequences), token_ids)
