@@ -19,7 +19,7 @@ from ..client.embeddings import BY_TOKEN, embedding_params, find_prompt
 from ..client.encoder_inputs import pooled_source
 from ..client.engine_client import RequestGroup
 from ..client.text_changes import TextChanges
-from ..http.errors import APIError, bad_request, redact, renamer, renaming, wrong
+from ..http.errors import APIError, bad_request, redact, renamer, renaming, verify_choice, wrong
 from ..http.request_headers import read_deadline
 from ..tokenizer.token_ids import truncate
 from .chats.prompt import render_chat, verify_template_kwargs
@@ -349,10 +349,3 @@ def _verify_lengths(request: PoolingFields, limit: int) -> None:
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= limit:
         raise wrong("truncate_prompt_tokens", f"-1 or between 1 and {limit}", keep)
-
-
-def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
-    """Raise APIError 400 unless a value is None or one of `allowed`."""
-    if value is not None and value not in allowed:
-        one_of = " or ".join(f'"{choice}"' for choice in allowed)
-        raise wrong(name, one_of, value)

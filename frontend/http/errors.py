@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -128,6 +128,13 @@ def expect(value: Any, kind: type, param: str, expected: str) -> Any:
     if not isinstance(value, kind):
         raise wrong(param, expected, value)
     return value
+
+
+def verify_choice(name: str, value: str | None, allowed: Collection[str]) -> None:
+    """Raise APIError 400 unless a value is None or one of `allowed`."""
+    if value is not None and value not in allowed:
+        one_of = " or ".join(f'"{choice}"' for choice in allowed)
+        raise wrong(name, one_of, value)
 
 
 def unavailable(message: str, retry_after_s: float) -> APIError:

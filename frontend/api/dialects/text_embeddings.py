@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from ...client.embeddings import Vector
 from ...client.engine_client import RequestGroup
-from ...http.errors import json_response, renamer, renaming
+from ...http.errors import json_response, renamer, renaming, verify_choice
 from ..bodies.intake import reads
-from ..pooling import verify_choice
 from ..routes.embeddings import EmbeddingRoutes
 from ..schema import EmbeddingRequest
 from ..schema.text_embeddings import TextEmbeddingsRequest

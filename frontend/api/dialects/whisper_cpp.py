@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ....protocol.config import EngineConfig
-from ...http.errors import json_response, wrong
+from ...http.errors import json_response, verify_choice, wrong
 from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
 from ...media.transcription.languages import LANGUAGE_NAMES
@@ -17,7 +17,6 @@ from ...media.transcription.subtitles import write_srt, write_vtt
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake, RouteHandlers
 from ..logprobs import Json
-from ..pooling import verify_choice
 from ..routes.transcriptions import Plan, Sent, Transcriptions
 from ..schema.audio import TranscriptionRequest
 from ..schema.whisper_cpp import InferenceRequest

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
-from ...http.errors import APIError, bad_request, expect, renamer, wrong
+from ...http.errors import APIError, bad_request, expect, renamer, verify_choice, wrong
 from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
 from ..schema import AgentChat, ChatCompletionRequest
@@ -155,12 +154,9 @@ def translate_prompt(
 
 def _verify_cache_fields(body: ResponseFields) -> None:
     options = body.prompt_cache_options or {}
-    values = {f"prompt_cache_options.{name}": options.get(name) for name in CACHE_OPTIONS}
-    allowed: list[Collection[str]] = [*CACHE_OPTIONS.values(), RETENTIONS]
-    values["prompt_cache_retention"] = body.prompt_cache_retention
-    for (name, value), choices in zip(values.items(), allowed, strict=True):
-        if value is not None and value not in choices:
-            raise wrong(name, " or ".join(f'"{choice}"' for choice in choices), value)
+    for name, choices in CACHE_OPTIONS.items():
+        verify_choice(f"prompt_cache_options.{name}", options.get(name), choices)
+    verify_choice("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS)
     if options.get("prewarm") is not None:
         expect(options["prewarm"], bool, "prompt_cache_options.prewarm", "a boolean")
 

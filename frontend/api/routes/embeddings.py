@@ -35,12 +35,20 @@ from ...client.embeddings import (
     verify_embeds_texts,
 )
 from ...client.engine_client import RequestGroup
-from ...http.errors import bad_request, bytes_response, echo, json_response, renamer, renaming
+from ...http.errors import (
+    bad_request,
+    bytes_response,
+    echo,
+    json_response,
+    renamer,
+    renaming,
+    verify_choice,
+)
 from ...http.json_pieces import encode_list
 from ...media.sources.media_options import parse_media_options
 from ..bodies.intake import Intake, RouteHandlers, reads
 from ..inputs.given_media import GivenMedia
-from ..pooling import Pooling, render_input, verify_choice
+from ..pooling import Pooling, render_input
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_inputs, verify_num_sequences
 from ..schema import (
     ClassificationRequest,
@@ -461,8 +469,8 @@ def _normalizes(request: EmbeddingRequest) -> bool | None:
 
 def _verify_encoding(request: EmbeddingRequest) -> None:
     verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
-    verify_choice("embed_dtype", request.embed_dtype, tuple(DTYPES))
-    verify_choice("endianness", request.endianness, tuple(BYTE_ORDERS))
+    verify_choice("embed_dtype", request.embed_dtype, DTYPES)
+    verify_choice("endianness", request.endianness, BYTE_ORDERS)
 
 
 def _encoded(vector: Vector, request: EmbeddingRequest) -> Any:

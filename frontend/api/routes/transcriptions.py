@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ....protocol.sampling_params import MAX_SEED, SamplingParams
 from ...client.engine_client import PositionLogprobs, RequestGroup, SequenceRequest
-from ...http.errors import APIError, bad_request, json_response, wrong
+from ...http.errors import APIError, bad_request, json_response, verify_choice, wrong
 from ...http.json_pieces import encode_list
 from ...http.request_headers import read_deadline
 from ...http.routing import Asgi
@@ -37,7 +37,6 @@ from ..bodies.intake import Intake, RouteHandlers
 from ..bodies.request_memory import MemoryLease
 from ..generation import find_origin, raise_if_failed, translate_refusals, verify_priority
 from ..logprobs import Json
-from ..pooling import verify_choice
 from ..schema import SamplingFields
 from ..schema.audio import TranscriptionRequest, TranslationRequest
 from ..serving import Serving

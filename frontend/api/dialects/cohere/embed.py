@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from ....client.embeddings import Vector
 from ....client.engine_client import RequestGroup
-from ....http.errors import APIError, json_response, renamer, renaming, wrong
+from ....http.errors import APIError, json_response, renamer, renaming, verify_choice, wrong
 from ...bodies.intake import reads
-from ...pooling import verify_choice
 from ...routes.embeddings import EmbeddingRoutes
 from ...schema import EmbeddingRequest
 from ...schema.cohere import CohereEmbedRequest
@@ -51,7 +50,7 @@ class CohereEmbeddings(EmbeddingRoutes):
         """Return an embedding of each text, image or combination of them."""
         kinds = body.embedding_types or ["float"]
         for kind in kinds:
-            verify_choice("embedding_types", kind, list(_ENCODERS))
+            verify_choice("embedding_types", kind, _ENCODERS)
         name = self._name_of_input(body)
         request = self._translate(body)
 
@@ -103,7 +102,7 @@ class CohereEmbeddings(EmbeddingRoutes):
 
     def _translate(self, body: CohereEmbedRequest) -> EmbeddingRequest:
         """Return the body translated to a request for embeddings. Raise APIError 400 if `input_type` is unknown."""
-        verify_choice("input_type", body.input_type, list(_PROMPTS))
+        verify_choice("input_type", body.input_type, _PROMPTS)
         verify_choice("truncate", body.truncate, ("NONE", "START", "END"))
         prompts = self._serving.config.model.pooler.prompts
         names = _PROMPTS[body.input_type or "image"]

@@ -15,10 +15,9 @@ from .....protocol.config.parser_names import (
     TOOL_CALL_PARSERS_OF_VLLM,
 )
 from ....chat import FORMATS, CallFormat, CallParser, reasoning_parser
-from ....http.errors import bad_request, json_response
+from ....http.errors import bad_request, json_response, verify_choice
 from ...bodies.intake import RouteHandlers, reads
 from ...logprobs import Json
-from ...pooling import verify_choice
 from ...schema import ChatCompletionRequest
 from ...schema.sglang import SglangCallsRequest, SglangReasoningRequest
 from ...tools.tool_definitions import Tool, parse_tools
@@ -52,7 +51,7 @@ class SglangParsers(RouteHandlers):
         self, http: Request, body: SglangReasoningRequest, size: int
     ) -> Response:
         """Return the reasoning in a text, and the rest of the text."""
-        verify_choice("reasoning_parser", body.reasoning_parser, tuple(_REASONING_PARSERS))
+        verify_choice("reasoning_parser", body.reasoning_parser, _REASONING_PARSERS)
         if body.reasoning_parser is None:
             raise bad_request("reasoning_parser", "is required")
         answer = await self._serving.executor.run(size, _separate, body.text, body.reasoning_parser)
@@ -72,7 +71,7 @@ class SglangParsers(RouteHandlers):
         Raises:
             APIError: There is no such format (400).
         """
-        verify_choice("tool_call_parser", name, tuple(_CALL_FORMATS))
+        verify_choice("tool_call_parser", name, _CALL_FORMATS)
         if name is not None:
             return _CALL_FORMATS[name]
         if not self._serving.formats.calls_tools:
