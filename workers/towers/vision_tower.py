@@ -6,6 +6,7 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 import torch
@@ -25,7 +26,7 @@ from .projections.window_merger import WindowMerger
 from .rotary import grid_places
 from .sam_encoder import SamEncoder
 from .tiles.anyres import join_tiles, reduce_frame
-from .weights import check_activation
+from .weights import Norm, check_activation
 
 
 class VisionTower(ImageTower):
@@ -79,22 +80,14 @@ class VisionTower(ImageTower):
                 self._positions = self._positions.roll(1, 0)
         elif spec.positions == "axes":
             self._positions = tensors.read(name, 2, spec.num_positions, size)
-        self._patch_norm = (
-            tensors.read_norm("embeddings.rms_norm", size, "rms", spec.norm_eps)
-            if spec.has_patch_norm
-            else None
-        )
+
+        def norm(exists: bool, name: str, kind: Literal["layer", "rms"]) -> Norm | None:
+            return tensors.read_norm(name, size, kind, spec.norm_eps) if exists else None
+
+        self._patch_norm = norm(spec.has_patch_norm, "embeddings.rms_norm", "rms")
         # The name is misspelled in all checkpoints.
-        self._pre_norm = (
-            tensors.read_norm("pre_layrnorm", size, spec.norm_kind, spec.norm_eps)
-            if spec.has_pre_norm
-            else None
-        )
-        self._post_norm = (
-            tensors.read_norm("post_layernorm", size, spec.post_norm_kind, spec.norm_eps)
-            if spec.has_post_norm
-            else None
-        )
+        self._pre_norm = norm(spec.has_pre_norm, "pre_layrnorm", spec.norm_kind)
+        self._post_norm = norm(spec.has_post_norm, "post_layernorm", spec.post_norm_kind)
         layers = layers_spec(spec)
 
         def make(first: int, end: int) -> Layers:
