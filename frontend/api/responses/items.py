@@ -30,13 +30,18 @@ _ITEM_TYPES: Final = (
     "additional_tools, agent_message, compaction, mcp_list_tools, mcp_call, mcp_approval_request, "
     "mcp_approval_response or item_reference"
 )
-_HOSTED: Final = (
+_LEFT_OUT: Final = (
+    "additional_tools",
+    "mcp_list_tools",
     "code_interpreter_call",
     "file_search_call",
     "image_generation_call",
     "web_search_call",
 )
-"""Types of items for tools that OpenAI's servers ran. They are left out: the answers after them have their results."""
+"""Types of items that are left out of the prompt.
+
+They list tools, or are calls that OpenAI's servers ran. The answers after such calls have their results.
+"""
 
 _MCP_TEXTS: Final = {
     "mcp_list_tools": ("server_label",),
@@ -176,17 +181,9 @@ class MessageBuilder:
                 message = self._begin_turn("reasoning_content", "content", "tool_calls")
                 message["reasoning_content"] = _reasoning_of(item, where)
             case "function_call":
-                function = {
-                    "name": _tool_name(item, where),
-                    "arguments": expect_text(item, "arguments", where),
-                }
-                self._add_call(item, where, {"type": "function", "function": function})
+                self._add_tool_call(item, where)
             case "custom_tool_call":
-                custom = {
-                    "name": _tool_name(item, where),
-                    "input": expect_text(item, "input", where),
-                }
-                self._add_call(item, where, {"type": "custom", "custom": custom})
+                self._add_tool_call(item, where, "custom", "input")
             case kind if kind in CALLS:
                 self._add_client_call(item, where)
             case kind if kind in OUTPUTS:
@@ -202,16 +199,12 @@ class MessageBuilder:
                 self._open = None
                 if text := _agent_message(item, where):
                     self.messages.append({"role": "user", "content": text})
-            case "additional_tools":
-                pass
-            case kind if kind in _HOSTED:
+            case kind if kind in _LEFT_OUT:
                 pass
             case "compaction":
                 self._open = None
                 summary = _decode_text(expect_text(item, "encrypted_content", where), where)
                 self.messages.append({"role": "user", "content": f"{_SUMMARY}\n\n{summary}"})
-            case "mcp_list_tools":
-                pass
             case "mcp_call":
                 output = item.get("output")
                 if not isinstance(output, str):
@@ -243,6 +236,13 @@ class MessageBuilder:
             self.messages.append({"role": role, "content": parts})
         self.places[len(self.messages) - 1] = f"{where}.content"
 
+    def _add_tool_call(
+        self, item: Json, where: str, kind: str = "function", field: str = "arguments"
+    ) -> None:
+        """Add a call of a tool that has a name. Its input is in `field`."""
+        called = {"name": _tool_name(item, where), field: expect_text(item, field, where)}
+        self._add_call(item, where, {"type": kind, kind: called})
+
     def _add_call(self, item: Json, where: str, call: Json) -> None:
         message = self._begin_turn()
         call["id"] = expect_text(item, "call_id", where)
@@ -259,9 +259,7 @@ class MessageBuilder:
     def _add_mcp_call(self, item: Json, where: str, output: str) -> None:
         """Add a call that this server has run, and its output."""
         fields = item | {"call_id": item["id"], "namespace": item.get("server_label")}
-        arguments = expect_text(item, "arguments", where)
-        function = {"name": _tool_name(fields, where), "arguments": arguments}
-        self._add_call(fields, where, {"type": "function", "function": function})
+        self._add_tool_call(fields, where)
         self._add_output({"call_id": item["id"]}, where, output)
 
     def _add_refusal(self, item: Json, where: str) -> None:
