@@ -136,6 +136,8 @@ _SUPPORTED_MODULES: Final = (
     _MASK,
     *_SPARSE_MODULES,
 )
+_FOLLOWERS: Final = {"Pooling": ("Dense", "Normalize"), "Dense": ("Normalize",)}
+"""Kind of module -> the kinds that must not precede it."""
 
 
 class _Module(msgspec.Struct):
@@ -253,7 +255,8 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
     # Without a module that pools, each token has a vector, as in models for late interaction. The module of a model
     # with adapters for tasks pools as well.
     pools = config.get(TASK_ADAPTERS) is not None
-    kind, normalizes = PoolingKind.LAST if pools else PoolingKind.ALL, pools
+    kind = PoolingKind.LAST if pools else PoolingKind.ALL
+    seen = {"Normalize"} if pools else set[str]()
     dense: list[DenseConfig] = []
     mask: ConfigFields | None = None
     pools_with = ConfigFields({}, path)
@@ -264,24 +267,19 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
                 f"the module {module.type!r} is not supported; supported values are "
                 f"{', '.join(_SUPPORTED_MODULES)}",
             )
+        if seen.intersection(followers := _FOLLOWERS.get(module.kind, ())):
+            raise CheckpointError(
+                path / "modules.json",
+                f"a {module.kind} module after {' or '.join(followers)} is not supported; use another model",
+            )
+        seen.add(module.kind)
         if module.kind == "Pooling":
-            if dense or normalizes:
-                raise CheckpointError(
-                    path / "modules.json",
-                    "a Pooling module after Dense or Normalize is not supported; use another model",
-                )
             pools_with = ConfigFields.read(path / module.path / "config.json")
             kind = _pooling_kind(pools_with)
         if module.kind == "Dense":
-            if normalizes:
-                raise CheckpointError(
-                    path / "modules.json",
-                    "a Dense module after Normalize is not supported; use another model",
-                )
             dense.append(
                 _dense(path / module.path, dense[-1].out_features if dense else hidden_size)
             )
-        normalizes |= module.kind == "Normalize"
         if module.kind == _MASK:
             mask = ConfigFields.read_if_present(path / module.path / "config.json")
     prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
@@ -295,7 +293,7 @@ def _read_files(path: Path, config: ConfigFields, whole: ConfigFields) -> Embedd
     return EmbeddingFiles(
         PoolerConfig(
             kind,
-            normalizes or kind is PoolingKind.ALL,
+            "Normalize" in seen or kind is PoolingKind.ALL,
             dense[-1].out_features if dense else hidden_size,
             tuple(dense),
             ({} if late is None else {QUERY: "", DOCUMENT: ""}) | _prompts(prompts),

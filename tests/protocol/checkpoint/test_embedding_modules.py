@@ -27,6 +27,7 @@ _MEAN = {"pooling_mode_mean_tokens": True}
         (["Pooling"], {"pooling_mode": "max"}, "pooling_mode 'max' is not supported"),
         (["Pooling"], _MEAN | {"pooling_mode_cls_token": True}, "is not supported; use one of"),
         (["Normalize", "Pooling"], _MEAN, "a Pooling module after Dense or Normalize"),
+        (["Pooling", "Normalize", "Dense"], _MEAN, "a Dense module after Normalize is not supp"),
         (["Pooling", "LayerNorm"], _MEAN, "LayerNorm' is not supported"),
     ],
 )
