@@ -180,8 +180,8 @@ class Attention:
         if self._query_scaling is not None:
             qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
         sinks = None
-        if self._sink_keys is not None or self._rotates_heads:
-            # The kernels rotate all heads by the same angles, and return no rotated queries for sinks.
+        if self._sink_keys is not None or self._rotates_heads or not self._stores:
+            # The kernels that store keys rotate all heads by the same angles, and return no rotated queries for sinks.
             qk_THK = qk_THK if head_norm is None else head_norm(qk_THK)
             qk_THK = qk_THK if tables is None else apply_rotary(qk_THK, tables)
             head_norm = tables = None
@@ -193,9 +193,7 @@ class Attention:
                 qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, layer, index
             )
         else:
-            q_THK = qk_THK if head_norm is None else head_norm(qk_THK)
-            q_THK = q_THK if tables is None else apply_rotary(q_THK, tables)
-            attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, layer)
+            attended_THK = self._backend.attend(qk_THK, kv_cache, attn_metadata, layer)
         if sinks is not None:
             attended_THK = sinks.complete(attended_THK)
         if self._norms_heads:
