@@ -51,25 +51,25 @@ class GridTower(ImageTower):
         self.spec = spec
         tensors = source.weights("patch_embed.proj.weight", spec.tensor_names)
         size, patch_size = spec.hidden_size, spec.patch_size
-        name = "patch_embed.proj.weight"
+
+        def channels_first(name: str, num_frames: int, num_triples: int) -> Tensor:
+            """Return weights of patches that are stored as groups of three channels, one group after another."""
+            rows = tensors.read(name, size, 3 * num_frames * patch_size**2)
+            return rows.unflatten(1, (num_triples, 3, -1)).transpose(1, 2).flatten(1).contiguous()
+
+        name, num_frames = "patch_embed.proj.weight", spec.frames_per_patch
         if spec.patch_layout == "pixels":
-            patches = tensors.read(name, size, 3 * patch_size**2)
-            self._patches = patches.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1).contiguous()
-        elif spec.patch_layout == "channels":
-            self._patches = tensors.read(name, size, 3 * spec.frames_per_patch * patch_size**2)
+            self._patches = channels_first(name, 1, patch_size**2)
         elif spec.patch_layout == "frames":
-            patches = tensors.read(name, size, 3 * spec.frames_per_patch * patch_size**2)
-            frames = patches.unflatten(1, (spec.frames_per_patch, 3, -1))
-            self._patches = frames.transpose(1, 2).flatten(1).contiguous()
+            self._patches = channels_first(name, num_frames, num_frames)
+        elif spec.patch_layout == "channels":
+            self._patches = tensors.read(name, size, 3 * num_frames * patch_size**2)
         else:
-            shape = size, 3, spec.frames_per_patch, patch_size, patch_size
+            shape = size, 3, num_frames, patch_size, patch_size
             self._patches = tensors.read(name, *shape).flatten(1)
         self._tubelets: Tensor | None = None
-        if spec.frames_per_tubelet:
-            inputs = 3 * spec.frames_per_tubelet * patch_size**2
-            tubelets = tensors.read("patch_embed.tubelets.weight", size, inputs)
-            frames = tubelets.unflatten(1, (spec.frames_per_tubelet, 3, -1))
-            self._tubelets = frames.transpose(1, 2).flatten(1).contiguous()
+        if num_frames := spec.frames_per_tubelet:
+            self._tubelets = channels_first("patch_embed.tubelets.weight", num_frames, num_frames)
         self._patches_bias: Tensor | None = None
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("patch_embed.proj.bias", size)
