@@ -278,21 +278,18 @@ class Admission:
         num_external = 0
         if transfers is not None:
             match = transfers.match_external_prefix(request, prefix)
-            if match is None:
-                if not request.is_finished:
-                    self._queue.set_aside(WaitReason.CONNECTOR)
+            if match is not None and match.is_async:
+                num_tokens = prefix.num_tokens + match.num_tokens
+                return self._load(transfers, request, prefix, prefix, num_tokens)
+            longer = None if match is None else transfers.find_longer_prefix(request, prefix)
+            if request.is_finished:
                 return None
-            if match.is_async:
-                return self._load(transfers, request, prefix, match.num_tokens)
-            num_external = match.num_tokens
-            longer = transfers.find_longer_prefix(request, prefix)
-            if longer is Deferred.DEFERRED:
+            if match is None or longer is Deferred.DEFERRED:
                 self._queue.set_aside(WaitReason.CONNECTOR)
                 return None
             if longer is not None:
-                return self._load_blocks(transfers, request, prefix, longer)
-            if request.is_finished:
-                return None
+                return self._load(transfers, request, prefix, longer, longer.num_tokens)
+            num_external = match.num_tokens
         num_computed = prefix.num_tokens + num_external
         granted = wanted = self._running.end_of_prefill(request) - num_computed
         if wanted > room.budget or wanted > room.share:
@@ -447,38 +444,30 @@ class Admission:
         return AdmissionStop.BLOCKS
 
     def _load(
-        self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
+        self,
+        transfers: KVTransfers,
+        request: Request,
+        prefix: Prefix,
+        found: Prefix,
+        num_tokens: int,
     ) -> AdmissionStop | None:
-        """Let the first request wait for an asynchronous load.
+        """Let the first request wait for an asynchronous load of its tokens from the end of `prefix` to `num_tokens`.
 
-        Return the reason to stop admitting if its blocks do not fit.
+        A `BlockConnector` loads the blocks by which `found` exceeds `prefix`. Other connectors load into new blocks,
+        and `found` is `prefix`. Return the reason to stop admitting if the blocks do not fit.
         """
-        num_tokens = prefix.num_tokens + num_external
-        claim = self._claim(request, prefix, num_tokens)
+        claim = self._claim(request, found, num_tokens)
         if claim is None:
             return self._make_room(request)
         self._manager.allocate_claimed([claim])
-        if transfers.start_load(ExternalLoad(request, num_external, num_tokens), claim.tables):
-            self._lifecycle.count_lookup(request, prefix, num_external)
-        return None
-
-    def _load_blocks(
-        self, transfers: KVTransfers, request: Request, prefix: Prefix, longer: Prefix
-    ) -> AdmissionStop | None:
-        """Let the first request wait while a `BlockConnector` loads the blocks by which `longer` exceeds `prefix`."""
-        claim = self._claim(request, longer, longer.num_tokens)
-        if claim is None:
-            return self._make_room(request)
-        self._manager.allocate_claimed([claim])
-        found = longer.blocks
-        external = [load for load in found.loads if load.is_external]
-        num_external = longer.num_tokens - prefix.num_tokens
+        num_external, blocks = num_tokens - prefix.num_tokens, found.blocks
+        external = [load for load in blocks.loads if load.is_external]
         load = ExternalLoad(
             request,
             num_external,
-            longer.num_tokens,
+            num_tokens,
             [load.key for load in external],
-            [found.blocks[load.group][load.position] for load in external],
+            [blocks.blocks[load.group][load.position] for load in external],
         )
         if transfers.start_load(load, claim.tables):
             self._lifecycle.count_lookup(request, prefix, num_external)
