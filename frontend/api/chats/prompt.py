@@ -96,19 +96,13 @@ async def render_chat(
         media: Sequence[Any] = []
         try:
             messages = await read_files(serving, messages, body_size, lease)
-        except ParameterError as error:
-            raise bad_request(error.param, error.problem) from None
-        try:
             options = parse_media_options(
                 request.mm_processor_kwargs, request.media_io_kwargs, sglang_fields(request)
             )
+            if serving.media is not None:
+                messages, media = await serving.media.take(messages, body_size, options)
         except ParameterError as error:
             raise bad_request(error.param, error.problem) from None
-        if serving.media is not None:
-            try:
-                messages, media = await serving.media.take(messages, body_size, options)
-            except ParameterError as error:
-                raise bad_request(error.param, error.problem) from None
         kwargs = (template_kwargs or {}) | own_kwargs
         verify_template_kwargs(kwargs)
         continue_final = bool(request.continue_final_message)
