@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -48,33 +49,10 @@ def quantization_schemes(config: ConfigFields) -> ModuleSchemes:
 
 def _scheme(config: ConfigFields) -> QuantizationScheme:
     method = config.get("quant_method")
-    if method == "fp8":
-        return _fp8(config)
-    if method == "mxfp8":
-        return _MXFP8
-    if method == "fbgemm_fp8":
-        return Float8Scheme(ActivationScheme.TOKEN, None)
-    if method in ("auto-round", "auto_round", "intel/auto-round", "inc"):
-        return _auto_round(config)
-    if method == "quark":
-        return _quark(config)
-    if method == "awq":
-        return AWQScheme(config)
-    if method == "gptq":
-        return GPTQScheme(config)
-    if method == "mxfp4":
-        return MXFP4Scheme()
-    if isinstance(method, str) and method.startswith("modelopt"):
-        return _modelopt(config)
-    if method == "bitsandbytes":
-        return bitsandbytes_scheme(config)
-    if method == "bitnet":
-        return _bitnet(config)
-    if method == "hqq":
-        return HQQScheme()
-    if method == "torchao":
-        return TorchAOScheme()
-    raise UnsupportedScheme("an unnamed method" if method is None else str(method))
+    name = method if isinstance(method, str) else ""
+    if (make := _modelopt if name.startswith("modelopt") else _SCHEMES.get(name)) is None:
+        raise UnsupportedScheme("an unnamed method" if method is None else str(method))
+    return make(config)
 
 
 def _bitnet(config: ConfigFields) -> QuantizationScheme:
@@ -239,3 +217,20 @@ def _pair(method: str, field: str, value: Any) -> tuple[int, int]:
     ):
         return value[0], value[1]
     raise UnsupportedScheme(f"{method} with {field} {value!r}")
+
+
+_SCHEMES: Final[dict[str, Callable[[ConfigFields], QuantizationScheme]]] = {
+    "fp8": _fp8,
+    "mxfp8": lambda config: _MXFP8,
+    "fbgemm_fp8": lambda config: Float8Scheme(ActivationScheme.TOKEN, None),
+    **dict.fromkeys(("auto-round", "auto_round", "intel/auto-round", "inc"), _auto_round),
+    "quark": _quark,
+    "awq": AWQScheme,
+    "gptq": GPTQScheme,
+    "mxfp4": lambda config: MXFP4Scheme(),
+    "bitsandbytes": bitsandbytes_scheme,
+    "bitnet": _bitnet,
+    "hqq": lambda config: HQQScheme(),
+    "torchao": lambda config: TorchAOScheme(),
+}
+"""quant_method -> the function that makes its scheme."""
