@@ -298,6 +298,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     },
     "interns1_pro": {"rope_scaling": {"rope_type": "default", "fope_sep_head": True}},
     "llada_moe": {"expert_intermediate_size": 1024},
+    "pix2struct": {"intermediate_size": 2048, "max_position_embeddings": 512},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deepseek": {"n_routed_experts": 64, "num_experts_per_tok": 6},
